@@ -1,0 +1,116 @@
+"""The decoder of the Llama family: embedding, layers, final norm, output layer."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from models.attention import Attention, AttentionMask, KeyValueCache
+from models.config import ModelConfig
+from models.dropout import DropoutKey, dropout
+from models.feed_forward import FeedForward
+from models.loss import linear_cross_entropy
+from models.norm import RMSNorm
+from models.rotary import rotary_tables
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each normalised before and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.dropout = config.dropout
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = FeedForward(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: AttentionMask,
+        dropout_key: DropoutKey | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """(batch, seq, hidden) to (batch, seq, hidden)."""
+        attention = self.self_attn(self.input_layernorm(x), rotary, mask, cache)
+        x = x + dropout(attention, self.dropout, f"layers.{self.index}.self_attn", dropout_key)
+        feed_forward = self.mlp(self.post_attention_layernorm(x))
+        return x + dropout(feed_forward, self.dropout, f"layers.{self.index}.mlp", dropout_key)
+
+
+class OutputLayer(nn.Linear):
+    """The output weight: logits, or, given labels, the sum of token losses without the logits ever being whole."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """(batch, seq, hidden) to (batch, seq, vocabulary), or with int64 labels (batch, seq) to a scalar."""
+        if labels is None:
+            return super().forward(x)
+        return linear_cross_entropy(x.flatten(0, -2), self.weight, labels.flatten())
+
+
+class DecoderBody(nn.Module):
+    """Everything below the output layer; named `model` in the decoder so that names equal Hugging Face's."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        document_ids: Tensor | None,
+        dropout_key: DropoutKey | None,
+        caches: Sequence[KeyValueCache] | None,
+    ) -> Tensor:
+        x = dropout(self.embed_tokens(tokens), self.config.dropout, "embed_tokens", dropout_key)
+        rotary = rotary_tables(self.config.rope, self.config.head_dim, positions, x.dtype)
+        cached = len(caches[0]) if caches else 0
+        mask = AttentionMask.build(
+            tokens.shape[1], cached + tokens.shape[1], x.device, self.config.sliding_window, document_ids
+        )
+        for index, layer in enumerate(self.layers):
+            x = layer(x, rotary, mask, dropout_key, caches[index] if caches else None)
+        return self.norm(x)
+
+
+class Decoder(nn.Module):
+    """A decoder language model. Parameter names are those of Hugging Face Llama, Mistral and Qwen."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        config.check()
+        self.config = config
+        self.model = DecoderBody(config)
+        self.lm_head = OutputLayer(config)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        dropout_key: DropoutKey | None = None,
+        caches: Sequence[KeyValueCache] | None = None,
+    ) -> Tensor:
+        """int64 tokens (batch, seq) to logits (batch, seq, vocabulary), or with labels to the sum of token losses.
+
+        `positions` count within each document (default: from 0, or from the end of the caches); `document_ids` keep
+        attention within a document; labels are already shifted, so that labels[:, i] is what follows tokens[:, i].
+        """
+        if positions is None:
+            cached = len(caches[0]) if caches else 0
+            positions = torch.arange(cached, cached + tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        x = self.model(tokens, positions, document_ids, dropout_key, caches)
+        return self.lm_head(x, labels)

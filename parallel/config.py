@@ -1,0 +1,324 @@
+"""What a training run is, as plain immutable data: one dataclass per config group, and `Config` for the whole.
+
+Nothing here imports torch, so that a config is checked in milliseconds. Types and meanings stand here; the numbers
+stand in conf/, except for what is simply off by default.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class RecipeConfig:
+    """Where a run comes from."""
+
+    name: str
+    hardware: str = ""
+    """What the recipe is meant for, in words."""
+    status: str = ""
+    """What was run where, in words."""
+
+
+class PipelineSchedule(StrEnum):
+    gpipe = "gpipe"
+    one_f_one_b = "1f1b"
+    interleaved_1f1b = "interleaved_1f1b"
+    interleaved_zero_bubble = "interleaved_zero_bubble"
+    zbv_zero_bubble = "zbv_zero_bubble"
+    dualpipe_v = "dualpipe_v"
+
+
+class ContextMethod(StrEnum):
+    ring = "ring"
+    all_gather = "all_gather"
+    ulysses = "ulysses"
+    ulysses_ring = "ulysses_ring"
+
+
+@dataclass(frozen=True)
+class ParallelismConfig:
+    """How the work is split. pp * dp_replicate * dp_shard * cp * tp is the number of ranks; tp varies fastest."""
+
+    tp: int = 1
+    sequence_parallel: bool = False
+    pp: int = 1
+    pp_schedule: PipelineSchedule = PipelineSchedule.one_f_one_b
+    virtual_stages: int = 1
+    pp_split: Any = "balanced"
+    """`balanced`, `even`, or a list of layers per stage."""
+    cp: int = 1
+    cp_method: ContextMethod = ContextMethod.ring
+    ep: int = 1
+    etp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    """-1 is what is left of the world."""
+    zero: int = 0
+    """0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters."""
+    recompute: str = "none"
+    """`none`, `full`, `full:n`, `selective:attention`, `selective:mlp` or `selective:ops`."""
+    loss_parallel: bool = False
+
+
+class FloatType(StrEnum):
+    float64 = "float64"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """The floating-point types of a run."""
+
+    name: str
+    master: FloatType
+    """Weights as the optimizer holds them, and its state."""
+    compute: FloatType
+    """Weights and activations in forward and backward."""
+    reduce: FloatType
+    """Gradients while they are summed over microbatches and ranks."""
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """The machines."""
+
+    name: str
+    device: str
+    """`auto` (GPUs where there are any), `cpu`, `cuda`, or a device of `parallel/devices.py` such as `h100`."""
+    nodes: int = 1
+    devices_per_node: int | None = None
+    """None: every GPU that is seen, or one process on a CPU."""
+    threads: int | None = None
+    """CPU threads per process; None leaves torch's choice."""
+
+
+class TokenizerKind(StrEnum):
+    byte = "byte"
+    bpe = "bpe"
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """How text becomes tokens."""
+
+    kind: TokenizerKind = TokenizerKind.byte
+    vocab_size: int | None = None
+    """`bpe`: how many tokens to learn from the training split."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What every data source has. A sequence is a window of `seq_len` tokens of the packed documents."""
+
+    name: str
+    """Which source this is: the option of the group, such as `stdlib`."""
+    seq_len: int
+    global_batch: int
+    """Sequences per optimizer step."""
+    micro_batch: int
+    """Sequences per microbatch per data rank."""
+    cache_dir: str
+    """Prepared data lies here, a folder per fingerprint."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    document_mask: bool = False
+    """Attention stays within a document."""
+    validation_fraction: float = 0.02
+    """Share of the documents, by a hash of their name, that is held out."""
+    workers: int = 0
+    """Loader processes per rank; the order does not depend on it."""
+
+
+@dataclass(frozen=True)
+class StdlibData(DataConfig):
+    """The Python standard library and documentation topics of the running interpreter."""
+
+
+@dataclass(frozen=True)
+class FilesData(DataConfig):
+    """Local files: one document per row, line or file."""
+
+    paths: list[str] = field(default_factory=list)
+    """Files or globs: .parquet, .jsonl, .arrow (a column of text) or anything else (plain text, a file a document)."""
+    text_field: str = "text"
+
+
+@dataclass(frozen=True)
+class HubData(DataConfig):
+    """A dataset of the Hugging Face hub."""
+
+    dataset: str = ""
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    """A commit of the dataset, so that the run can be repeated."""
+    streaming: bool = False
+    """Read over the network while preparing instead of downloading everything first."""
+    max_documents: int | None = None
+    text_field: str = "text"
+
+
+class MaskPattern(StrEnum):
+    none = "none"
+    uneven = "uneven"
+    empty_first = "empty_first"
+
+
+@dataclass(frozen=True)
+class SyntheticData(DataConfig):
+    """Random tokens, a function of (seed, sequence), for benchmarks and tests."""
+
+    vocab_size: int = 256
+    sequences: int = 1_000_000
+    """Distinct training sequences."""
+    validation_sequences: int = 64
+    document_len: int = 0
+    """Mean tokens per document inside a sequence; 0 is one document."""
+    mask: MaskPattern = MaskPattern.none
+    """Positions without loss: `uneven` masks a share that differs per sequence; `empty_first` masks the first half of
+    the sequences of every step wholly and the rest unevenly."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """What every optimizer has."""
+
+    name: str
+    """Which optimizer this is: the option of the group, such as `adamw`."""
+    lr: float
+    weight_decay: float
+    decay_embeddings: bool = False
+    """Weight decay on embedding and output layer too. Norms and biases never decay."""
+
+
+@dataclass(frozen=True)
+class AdamWConfig(OptimizerConfig):
+    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101)."""
+
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    fused: bool = True
+    """One kernel for all parameters."""
+
+
+@dataclass(frozen=True)
+class SGDConfig(OptimizerConfig):
+    """Stochastic gradient descent."""
+
+    momentum: float = 0.0
+    nesterov: bool = False
+
+
+@dataclass(frozen=True)
+class MuonConfig(OptimizerConfig):
+    """Muon (Jordan et al., 2024) for the layers' matrices, AdamW for everything else."""
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    adamw_lr: float = 3e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+
+
+class DecayShape(StrEnum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+    wsd = "wsd"
+
+
+class ScheduleUnit(StrEnum):
+    steps = "steps"
+    tokens = "tokens"
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """The learning rate over the run: a linear warm-up, then `shape` down to `minimum_ratio` of the peak."""
+
+    shape: DecayShape
+    unit: ScheduleUnit = ScheduleUnit.steps
+    warmup: int = 0
+    """Steps, or tokens, of the warm-up."""
+    total: int | None = None
+    """Steps, or tokens, at which the decay ends; None is trainer.max_steps."""
+    decay: int = 0
+    """`wsd`: the last so many steps, or tokens, fall linearly; before them the rate stands."""
+    minimum_ratio: float = 0.1
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the run's state is written."""
+
+    at_end: bool = True
+    every_n_steps: int | None = None
+    keep: int = 2
+    """How many complete checkpoints stay; the newest always does."""
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The loop."""
+
+    max_steps: int
+    gradient_clip: float | None
+    """Largest gradient norm of the whole model; None never scales a gradient."""
+    val_interval: int | None
+    """Steps between validations; None validates once, at the end."""
+    val_sequences: int | None
+    """Validation sequences to use, from the front; None is all of them."""
+    log_interval: int
+    """Steps between fetching metrics from the device, writing and showing them."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where the run leaves what it makes."""
+
+    root: str
+    id: str
+    dir: str
+
+
+@dataclass(frozen=True)
+class DebugConfig:
+    """Aids for finding a fault; all off by default."""
+
+    detect_anomaly: bool = False
+    """Stop at the first backward that makes a NaN and name the forward operation."""
+    overfit_steps: int | None = None
+    """Train on the batches of the first so many steps over and over: the loss must fall to nothing."""
+    profile: bool = False
+    """Write a torch profiler trace of steps 5 to 7 into the run directory."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole training run."""
+
+    recipe: RecipeConfig
+    model: ModelConfig
+    parallelism: ParallelismConfig
+    precision: PrecisionConfig
+    cluster: ClusterConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    scheduler: SchedulerConfig
+    checkpoint: CheckpointConfig
+    trainer: TrainerConfig
+    run: RunConfig
+    debug: DebugConfig
+    callbacks: dict[str, Any]
+    """Named nodes with a `_target_`, so that they merge and can be switched off one by one."""
+    logger: dict[str, Any]
+    """Named nodes with a `_target_`. metrics.jsonl is written whatever stands here."""
+    seed: int
+    deterministic: bool
+    """Only operations that give the same bits every time; an operation without such a kernel stops the run."""
+    ckpt: str
+    """`auto`: go on from the newest complete checkpoint of the run directory, if there is one; `none`: start afresh; or
+    the path of a checkpoint or run directory."""

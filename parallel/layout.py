@@ -1,0 +1,119 @@
+"""The rank grid: one integer array, reshaped and sliced, for any world size and without a process group.
+
+    pp * dp_replicate * dp_shard * cp * tp = world        tp varies fastest, so its groups are consecutive ranks
+
+Experts see the same ranks through a second grid: within a pipeline stage,
+
+    dp_replicate * expert_dp * ep * etp                   with ep * etp * expert_dp = dp_shard * cp * tp
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from models.config import ConfigError
+from parallel.config import ClusterConfig, ParallelismConfig
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+EXPERT_AXES = ("pp", "dp_replicate", "expert_dp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The size of every axis; every size is known and their product is the world."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def dp(self) -> int:
+        """How many data ranks there are: each reads its own part of every step's batch."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def expert_dp(self) -> int:
+        """Over how many ranks ZeRO shards an expert's parameters."""
+        return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
+
+    def grid(self) -> np.ndarray:
+        """All ranks, int (pp, dp_replicate, dp_shard, cp, tp)."""
+        return np.arange(self.world).reshape([getattr(self, axis) for axis in AXES])
+
+    def expert_grid(self) -> np.ndarray:
+        """The same ranks as experts see them, int (pp, dp_replicate, expert_dp, ep, etp)."""
+        return np.arange(self.world).reshape([getattr(self, axis) for axis in EXPERT_AXES])
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on every axis of `AXES`."""
+        place = np.unravel_index(rank, self.grid().shape)
+        return {axis: int(index) for axis, index in zip(AXES, place, strict=True)}
+
+    def rank(self, **coordinates: int) -> int:
+        """The rank at the given coordinates; an axis that is not named is at 0."""
+        return int(self.grid()[tuple(coordinates.get(axis, 0) for axis in AXES)])
+
+    def groups(self, *axes: str) -> np.ndarray:
+        """The groups of ranks that differ only along `axes`: int (number of groups, ranks in a group)."""
+        grid = self.grid()
+        inside = [AXES.index(axis) for axis in axes]
+        outside = [dim for dim in range(grid.ndim) if dim not in inside]
+        size = int(np.prod([grid.shape[dim] for dim in inside]))
+        return grid.transpose(outside + inside).reshape(-1, size)
+
+    def data_rank(self, rank: int) -> int:
+        """Which part of every step's batch a rank reads: 0 to dp - 1, equal for ranks that share the data coordinate."""
+        place = self.coordinates(rank)
+        return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
+
+    def node_of(self, rank: int, devices_per_node: int) -> int:
+        """The node a rank lives on when ranks fill one node after another."""
+        return rank // devices_per_node
+
+
+def world_size(cluster: ClusterConfig, parallelism: ParallelismConfig, gpus: int) -> int:
+    """How many ranks a run has: what the cluster says, else every GPU seen, else on a CPU just what the axes ask for."""
+    if cluster.devices_per_node is not None:
+        return cluster.nodes * cluster.devices_per_node
+    if gpus:
+        return cluster.nodes * gpus
+    shard = max(parallelism.dp_shard, 1)
+    return parallelism.pp * parallelism.dp_replicate * shard * parallelism.cp * parallelism.tp
+
+
+def resolve(parallelism: ParallelismConfig, world: int) -> Layout:
+    """The layout of a config in a world of so many ranks. Raises ConfigError where the sizes do not make up the world."""
+    sizes = {axis: getattr(parallelism, axis) for axis in (*AXES, "ep", "etp")}
+    for axis, size in sizes.items():
+        if size < 1 and not (axis == "dp_shard" and size == -1):
+            raise ConfigError(f"parallelism.{axis}={size} must be at least 1{' or -1' * (axis == 'dp_shard')}.")
+    others = sizes["pp"] * sizes["dp_replicate"] * sizes["cp"] * sizes["tp"]
+    if sizes["dp_shard"] == -1:
+        sizes["dp_shard"] = max(world // others, 1)
+    layout = Layout(**sizes)
+    if layout.world != world:
+        product = " * ".join(f"{axis}={sizes[axis]}" for axis in AXES)
+        advice = (
+            f"with these, dp_shard={world // others} fits"
+            if world % others == 0
+            else f"{world} ranks leave {world / others:.2f} for dp_shard: the other axes must multiply to a divisor of {world}"
+        )
+        raise ConfigError(
+            f"parallelism: {product} make {layout.world} ranks, but there are {world} "
+            f"(cluster.nodes * cluster.devices_per_node); {advice}."
+        )
+    if (layout.dp_shard * layout.cp * layout.tp) % (layout.ep * layout.etp):
+        raise ConfigError(
+            f"parallelism.ep={layout.ep} * etp={layout.etp} must divide dp_shard * cp * tp = "
+            f"{layout.dp_shard * layout.cp * layout.tp}."
+        )
+    return layout

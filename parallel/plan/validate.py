@@ -1,0 +1,178 @@
+"""Every fault of a config at once, before anything is built: a pure function from the config to a list of problems."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from models.config import ConfigError
+from parallel.config import Config, DecayShape, MuonConfig, SyntheticData, TokenizerKind
+from parallel.layout import Layout, resolve
+
+
+class Severity(StrEnum):
+    error = "error"
+    warning = "warning"
+    note = "note"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One rule that a config breaks: refused (`error`), or legal but costly (`warning`), or worth knowing (`note`)."""
+
+    severity: Severity
+    message: str
+    """Keys, values, the rule with its numbers, and what to write instead."""
+
+
+def refuse(problems: list[Problem]) -> None:
+    """Raise one ConfigError that lists every error, if there is any."""
+    errors = [problem.message for problem in problems if problem.severity == Severity.error]
+    if errors:
+        raise ConfigError("\n".join(errors))
+
+
+def validate(config: Config, world: int) -> list[Problem]:
+    """All problems of a config in a world of so many ranks; an empty list is a config that can run."""
+    problems = []
+    layout = None
+    for check in (config.model.check, lambda: resolve(config.parallelism, world)):
+        try:
+            layout = check()
+        except ConfigError as error:
+            problems.append(Problem(Severity.error, str(error)))
+    rules = [_unavailable, _sequence, _vocabulary, _data, _optimizer, _scheduler, _trainer]
+    for rule in rules:
+        problems += [Problem(Severity.error, message) for message in rule(config)]
+    if layout is not None:
+        problems += [Problem(Severity.error, message) for message in batch_arithmetic(config, layout)]
+    return problems
+
+
+def batch_arithmetic(config: Config, layout: Layout) -> Iterator[str]:
+    """global_batch must be a whole number of microbatches on every data rank."""
+    data, dp = config.data, layout.dp
+    for key in ("seq_len", "global_batch", "micro_batch"):
+        if getattr(data, key) < 1:
+            yield f"data.{key}={getattr(data, key)} must be at least 1."
+            return
+    if data.global_batch % (data.micro_batch * dp) == 0:
+        return
+    unit = data.micro_batch * dp
+    below, above = data.global_batch // unit * unit, -(-data.global_batch // unit) * unit
+    batches = " or ".join(str(batch) for batch in (below, above) if batch)
+    micro = [size for size in range(1, data.global_batch + 1) if data.global_batch % (size * dp) == 0]
+    nearest = sorted(micro, key=lambda size: abs(size - data.micro_batch))[:2]
+    other = f" or data.micro_batch={' or '.join(map(str, sorted(nearest)))}" if nearest else ""
+    yield (
+        f"data.global_batch={data.global_batch} must be a multiple of data.micro_batch={data.micro_batch} * {dp} data "
+        f"ranks (dp_replicate={layout.dp_replicate} * dp_shard={layout.dp_shard}) = {unit}. "
+        f"Write data.global_batch={batches}{other}."
+    )
+
+
+def _unavailable(config: Config) -> Iterator[str]:
+    for axis in ("pp", "cp", "ep", "etp", "tp", "dp_replicate"):
+        size = getattr(config.parallelism, axis)
+        if size > 1:
+            yield f"parallelism.{axis}={size}: this version does not split along {axis} yet. Write parallelism.{axis}=1."
+
+
+def _sequence(config: Config) -> Iterator[str]:
+    longest = config.model.max_position_embeddings
+    if config.data.seq_len > longest:
+        yield (
+            f"data.seq_len={config.data.seq_len} is above model.max_position_embeddings={longest}, the longest position "
+            f"the rotary embedding of model={config.model.name} is meant for. Write data.seq_len={longest} or less, or "
+            f"raise the limit together with model.rope.scaling."
+        )
+
+
+def _vocabulary(config: Config) -> Iterator[str]:
+    needed, source = tokens_needed(config)
+    if config.model.vocab_size < needed:
+        yield (
+            f"model.vocab_size={config.model.vocab_size} is smaller than the {needed} tokens of {source}. "
+            f"Write model.vocab_size={needed} or more."
+        )
+
+
+def tokens_needed(config: Config) -> tuple[int, str]:
+    """How many token ids the data may hold, and where they come from."""
+    if isinstance(config.data, SyntheticData):
+        return config.data.vocab_size, f"data.vocab_size={config.data.vocab_size}"
+    if config.data.tokenizer.kind == TokenizerKind.byte:
+        return 257, "data.tokenizer.kind=byte (256 bytes and the document mark)"
+    size = config.data.tokenizer.vocab_size or 0
+    return size, f"data.tokenizer.vocab_size={size}"
+
+
+def _data(config: Config) -> Iterator[str]:
+    data = config.data
+    if not 0.0 < data.validation_fraction < 1.0:
+        yield f"data.validation_fraction={data.validation_fraction} must lie between 0 and 1, both excluded."
+    if data.workers < 0:
+        yield f"data.workers={data.workers} must be 0 or more."
+    if isinstance(data, SyntheticData):
+        if min(data.sequences, data.validation_sequences, data.vocab_size) < 1:
+            yield "data.sequences, data.validation_sequences and data.vocab_size must be at least 1."
+    elif data.tokenizer.kind == TokenizerKind.bpe and (data.tokenizer.vocab_size or 0) < 257:
+        yield (
+            f"data.tokenizer.vocab_size={data.tokenizer.vocab_size}: bpe starts from 256 bytes and the document mark. "
+            f"Write 257 or more, such as 2048."
+        )
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    optimizer = config.optimizer
+    if optimizer.lr < 0.0:
+        yield f"optimizer.lr={optimizer.lr} must not be negative."
+    if optimizer.weight_decay < 0.0:
+        yield f"optimizer.weight_decay={optimizer.weight_decay} must not be negative."
+    betas = getattr(optimizer, "betas", [0.0, 0.0])
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        yield f"optimizer.betas={list(betas)} must be two numbers in [0, 1), such as [0.9,0.95]."
+    if isinstance(optimizer, MuonConfig) and config.precision.name == "fp64":
+        yield "optimizer=muon works in bfloat16 inside, which precision=fp64 would hide. Write optimizer=adamw or sgd."
+
+
+def _scheduler(config: Config) -> Iterator[str]:
+    scheduler = config.scheduler
+    if not 0.0 <= scheduler.minimum_ratio <= 1.0:
+        yield f"scheduler.minimum_ratio={scheduler.minimum_ratio} must lie in [0, 1]."
+    total = schedule_total(config)
+    if scheduler.warmup < 0 or scheduler.decay < 0:
+        yield f"scheduler.warmup={scheduler.warmup} and scheduler.decay={scheduler.decay} must be 0 or more."
+    if scheduler.shape == DecayShape.wsd and scheduler.decay > total:
+        yield (
+            f"scheduler.decay={scheduler.decay} is longer than the schedule's {total} {scheduler.unit} (scheduler.total, "
+            f"or what trainer.max_steps makes). Write scheduler.decay={total} or less."
+        )
+
+
+def schedule_total(config: Config) -> int:
+    """Steps, or tokens, at which the learning rate's decay ends."""
+    if config.scheduler.total is not None:
+        return config.scheduler.total
+    if config.scheduler.unit == "tokens":
+        return config.trainer.max_steps * config.data.global_batch * config.data.seq_len
+    return config.trainer.max_steps
+
+
+def _trainer(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    for key, value in (
+        ("trainer.max_steps", trainer.max_steps),
+        ("trainer.log_interval", trainer.log_interval),
+        ("trainer.val_interval", trainer.val_interval),
+        ("trainer.val_sequences", trainer.val_sequences),
+        ("checkpoint.every_n_steps", config.checkpoint.every_n_steps),
+        ("checkpoint.keep", config.checkpoint.keep),
+        ("debug.overfit_steps", config.debug.overfit_steps),
+        ("cluster.nodes", config.cluster.nodes),
+        ("cluster.devices_per_node", config.cluster.devices_per_node),
+        ("cluster.threads", config.cluster.threads),
+    ):
+        if value is not None and value < 1:
+            yield f"{key}={value} must be at least 1."
+    if trainer.gradient_clip is not None and trainer.gradient_clip <= 0.0:
+        yield f"trainer.gradient_clip={trainer.gradient_clip} must be above 0, or null for no clipping."

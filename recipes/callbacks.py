@@ -1,0 +1,141 @@
+"""What happens beside training: progress, text samples, checkpoints, profiles."""
+
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from models.generate import generate
+from parallel.checkpoint import checkpoint_name, retain
+from parallel.config import CheckpointConfig
+from recipes.data.tokenizer import Tokenizer
+from recipes.metrics import Metrics
+
+log = logging.getLogger("quintet")
+
+
+class Progress(Callback):
+    """A bar with loss, tokens/s and time left on a terminal; a plain line every logging interval elsewhere."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._shown = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._started, self._first = time.monotonic(), trainer.global_step
+        self._shown = trainer.global_step
+        if not trainer.is_global_zero or not sys.stderr.isatty():
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s  left"),
+            TimeRemainingColumn(compact=True),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._bar.start()
+        self._task = self._bar.add_task("", total=trainer.max_steps, completed=self._first, loss="...", speed="...")
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        row = _metrics(trainer).latest
+        if self._bar is not None:
+            fields = {"loss": f"{row['loss']:.4f}", "speed": f"{row['tokens_per_s']:,.0f}"} if row else {}
+            self._bar.update(self._task, completed=trainer.global_step, **fields)
+        elif trainer.is_global_zero and row and row["step"] > self._shown:
+            self._shown = int(row["step"])
+            done = trainer.global_step - self._first
+            left = (time.monotonic() - self._started) / done * (trainer.max_steps - trainer.global_step)
+            log.info(
+                "step %d/%d  loss %.4f  grad norm %.3f  %s tokens/s  %s left",
+                *(row["step"], trainer.max_steps, row["loss"], row["grad_norm"], f"{row['tokens_per_s']:,.0f}"),
+                f"{int(left) // 60}:{int(left) % 60:02d}",
+            )
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking or not trainer.is_global_zero:
+            return
+        values = trainer.callback_metrics
+        per_byte = f"  {float(values['val/loss_per_byte']):.4f} nats per byte" if "val/loss_per_byte" in values else ""
+        log.info("step %d  validation loss %.4f%s", trainer.global_step, float(values["val/loss"]), per_byte)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class SampleText(Callback):
+    """Prints text continued from a prompt when training ends, so that a person sees what was learned."""
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt: str, max_new_tokens: int, temperature: float) -> None:
+        self.tokenizer, self.prompt = tokenizer, prompt
+        self.max_new_tokens, self.temperature = max_new_tokens, temperature
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if self.tokenizer is None:
+            return
+        tokens = torch.tensor(self.tokenizer.encode([self.prompt])[0].astype("int64"), device=pl_module.device)
+        room = pl_module.config.model.max_position_embeddings - len(tokens)
+        new = generate(
+            pl_module.decoder, tokens.unsqueeze(0), min(self.max_new_tokens, room), temperature=self.temperature
+        )
+        text = self.tokenizer.decode([*tokens[1:].tolist(), *(int(token) for token in new)])
+        if trainer.is_global_zero:
+            log.info("a sample, continued from %r:\n%s", self.prompt, text)
+
+
+class Checkpoints(Callback):
+    """Writes the run's state every n steps and at the end, and removes old ones."""
+
+    def __init__(self, config: CheckpointConfig, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        self._saved = -1
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        every, step = self.config.every_n_steps, trainer.global_step
+        last = self.config.at_end and step == trainer.max_steps
+        if step != self._saved and (last or (every and step % every == 0)):
+            trainer.save_checkpoint(self.folder / checkpoint_name(step))
+            self._saved = step
+            if trainer.is_global_zero:
+                retain(self.folder, self.config.keep)
+
+
+class Profile(Callback):
+    """A torch profiler trace of steps 5 to 7 (chrome://tracing) in the run directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        schedule = torch.profiler.schedule(wait=3, warmup=1, active=3, repeat=1)
+        path = self.folder / f"trace-rank{trainer.global_rank}.json"
+        self._profiler = torch.profiler.profile(
+            schedule=schedule, on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path))
+        )
+        self._profiler.start()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._profiler.step()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._profiler.stop()
+
+
+def _metrics(trainer: Trainer) -> Metrics:
+    return next(callback for callback in trainer.callbacks if isinstance(callback, Metrics))

@@ -1,0 +1,134 @@
+"""What every command shares: composing its config, refusing a bad one in the user's words, and the exit code.
+
+Exit codes: 0 good; 2 the config is refused; 1 anything else that failed.
+"""
+
+import dataclasses
+import difflib
+import logging
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from models.config import ConfigError
+from recipes import schema
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+
+class RunError(RuntimeError):
+    """The run cannot go on for a reason outside the program; the message says which and what to do. Exit code 1."""
+
+
+def new_run_id() -> str:
+    """QUINTET_RUN_ID where the launcher set it, so that all processes of a run agree, else a new one."""
+    return os.environ.get("QUINTET_RUN_ID") or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def command(config_name: str, task: Callable[[DictConfig], None], own_schema: type | None = None) -> None:
+    """Compose conf/<config_name>.yaml with the command line, run `task` with it, and leave with the exit code.
+
+    `own_schema` is the dataclass of a command that does not take the config of a training run.
+    """
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and leaving with 1 for everything.
+    OmegaConf.register_new_resolver("run_id", new_run_id, replace=True, use_cache=True)
+    schema.register()
+    if own_schema is not None:
+        ConfigStore.instance().store(name=f"{config_name}_schema", node=own_schema)
+    start_console_log()
+    main = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(task)
+    try:
+        main()
+    except ConfigError as error:
+        _leave(2, str(error))
+    except OverrideParseException as error:
+        _leave(2, f"{error.override}: {str(error).splitlines()[-1]}\nAn override reads KEY=VALUE; quote what your shell eats.")
+    except (HydraException, OmegaConfBaseException) as error:
+        _leave(2, explain(error))
+    except RunError as error:
+        _leave(1, str(error))
+    except OSError as error:
+        if error.filename is None and error.errno is None:
+            raise
+        logging.getLogger("quintet").debug("traceback", exc_info=True)
+        _leave(1, f"{error.filename or 'operating system'}: {error.strerror or error}")
+    except KeyboardInterrupt:
+        _leave(130, "interrupted")
+
+
+def start_console_log() -> None:
+    """The program's log as plain lines on standard error."""
+    log = logging.getLogger("quintet")
+    if not log.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False
+
+
+def _leave(code: int, message: str) -> None:
+    name = "config refused" if code == 2 else "failed"
+    print(f"{name}: {message}" if "\n" not in message else f"{name}:\n{message}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def explain(error: Exception) -> str:
+    """Hydra's and OmegaConf's errors in the user's words, with the nearest right key or option."""
+    cause = error
+    while not isinstance(cause, OmegaConfBaseException) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, option = (error.missing_cfg_file or "").rpartition("/")
+        options = [name for name in error.options if not name.endswith("schema") and name != "base"]
+        return f"{group}={option}: there is no such option. {_nearest(option, options)}Options: {', '.join(options)}."
+    if not isinstance(cause, OmegaConfBaseException):
+        return str(error).strip()
+    key, full_key = str(cause.key), str(cause.full_key or cause.key)
+    first_line = str(cause).splitlines()[0]
+    if re.search(r"Key .* (not in|is not in)", first_line):
+        siblings = _field_names(cause.object_type) or _children(cause.parent_node)
+        prefix = full_key[: len(full_key) - len(key)]
+        near = difflib.get_close_matches(key, siblings, n=1)
+        if not near:
+            near = [path for path in _all_keys() if path.rpartition(".")[2] == key][:1]
+            prefix = "" if near else prefix
+        advice = f"Did you mean {prefix}{near[0]}? " if near else ""
+        known = f"Keys of {prefix.rstrip('.') or 'the config'}: {', '.join(siblings)}." if siblings else ""
+        return f"{full_key}: there is no such key. {advice}{known}".strip()
+    return f"{full_key}: {first_line}"
+
+
+def _nearest(word: str, words: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(words), n=1)
+    return f"Did you mean {near[0]}? " if near else ""
+
+
+def _field_names(kind: Any) -> list[str]:
+    return [item.name for item in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+
+
+def _children(node: Any) -> list[str]:
+    return [str(key) for key in node] if isinstance(node, DictConfig) else []
+
+
+def _all_keys() -> Iterator[str]:
+    for group, schemas in schema.SCHEMAS.items():
+        for kind in schemas.values():
+            for item in dataclasses.fields(kind):
+                yield f"{group}.{item.name}"
+                if dataclasses.is_dataclass(item.type):
+                    yield from (f"{group}.{item.name}.{inner.name}" for inner in dataclasses.fields(item.type))
+
+

@@ -1,0 +1,1 @@
+"""From text to the batches of each step: documents, tokenizer, store on disk, windows, loaders."""

@@ -1,0 +1,66 @@
+"""The Lightning data module: which loader a data rank reads, from which step on."""
+
+from pathlib import Path
+
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader
+
+from models.config import ConfigError
+from parallel.config import Config, SyntheticData
+from recipes.data.store import open_split, open_tokenizer, prepare
+from recipes.data.tokenizer import Tokenizer
+from recipes.data.windows import PackedWindows, StepOrder, SyntheticWindows, TrainBatches, ValidationBatches, Windows
+
+
+class Data(LightningDataModule):
+    """Prepared data of a config, cut into the part of one data rank."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.tokenizer: Tokenizer | None = None
+        """None for synthetic data, which has no text."""
+        self.first_step = 0
+        """Steps already trained; the loader goes on from there."""
+        self.data_rank, self.data_ranks = 0, 1
+        self._windows: dict[str, Windows] = {}
+
+    def load(self) -> None:
+        """Prepare what is not prepared, and open it. Raises ConfigError for data that cannot be used."""
+        data = self.config.data
+        if isinstance(data, SyntheticData):
+            self._windows = {split: SyntheticWindows(data, self.config.seed, split) for split in ("train", "validation")}
+            return
+        folder = prepare(data)
+        self.tokenizer = open_tokenizer(folder)
+        if self.tokenizer.vocab_size > self.config.model.vocab_size:
+            raise ConfigError(
+                f"model.vocab_size={self.config.model.vocab_size} is smaller than the {self.tokenizer.vocab_size} tokens "
+                f"of the prepared data. Write model.vocab_size={self.tokenizer.vocab_size} or more."
+            )
+        self._windows = {
+            split: PackedWindows(open_split(folder, split), data.seq_len, data.document_mask, split)
+            for split in ("train", "validation")
+        }
+
+    def save_tokenizer(self, run_directory: Path) -> None:
+        """Leave the tokenizer in the run directory, so that its text can be made again anywhere."""
+        if self.tokenizer is not None:
+            self.tokenizer.save(run_directory / "tokenizer.json")
+
+    def train_dataloader(self) -> DataLoader:
+        windows = self._windows["train"]
+        order = StepOrder(len(windows), self.config.data.global_batch, self.config.seed)
+        batches = TrainBatches(windows, order, self.data_rank, self.data_ranks, self.config.debug.overfit_steps)
+        steps = range(self.first_step, self.config.trainer.max_steps)
+        return DataLoader(batches, batch_size=None, sampler=steps, **self._loader())
+
+    def val_dataloader(self) -> DataLoader:
+        windows = self._windows["validation"]
+        count = min(len(windows), self.config.trainer.val_sequences or len(windows))
+        batches = ValidationBatches(windows, count, self.config.data.micro_batch, self.data_rank, self.data_ranks)
+        return DataLoader(batches, batch_size=None, shuffle=False, **self._loader())
+
+    def _loader(self) -> dict[str, int | bool]:
+        workers = self.config.data.workers
+        return {"num_workers": workers, "persistent_workers": workers > 0}

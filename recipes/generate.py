@@ -1,0 +1,64 @@
+"""Continue text with a trained model: `python -m recipes.generate run=<run directory> prompt="def "`."""
+
+from dataclasses import dataclass
+
+from omegaconf import DictConfig, OmegaConf
+
+from models.config import ConfigError
+from recipes.command import command
+
+
+@dataclass
+class GenerateConfig:
+    """conf/generate.yaml."""
+
+    run: str
+    prompt: str
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int
+
+
+def generate(composed: DictConfig) -> None:
+    """Print the prompt and its continuation, token by token as they come."""
+    settings: GenerateConfig = OmegaConf.to_object(composed)
+    if settings.temperature < 0.0:
+        raise ConfigError(f"temperature={settings.temperature} must be 0 (the likeliest token) or more.")
+    if settings.top_k is not None and settings.top_k < 1:
+        raise ConfigError(f"top_k={settings.top_k} must be at least 1, or null for no limit.")
+    if settings.top_p is not None and not 0.0 < settings.top_p <= 1.0:
+        raise ConfigError(f"top_p={settings.top_p} must lie in (0, 1], or null for no limit.")
+
+    import torch
+
+    from models.generate import generate as continuation
+    from recipes.data.tokenizer import load_tokenizer
+    from recipes.trained import load_trained, tokenizer_path
+
+    trained = load_trained(settings.run)
+    tokenizer = load_tokenizer(tokenizer_path(trained))
+    prompt = torch.from_numpy(tokenizer.encode([settings.prompt])[0].astype("int64")).to(trained.device)
+    tokens, shown = prompt[1:].tolist(), 0
+    for token in continuation(
+        trained.decoder,
+        prompt.unsqueeze(0),
+        settings.max_new_tokens,
+        settings.temperature,
+        settings.top_k,
+        settings.top_p,
+        settings.seed,
+    ):
+        if int(token) == tokenizer.document_mark:
+            break
+        tokens.append(int(token))
+        text = tokenizer.decode(tokens)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the rest of a character may still come
+            print(text[shown:], end="", flush=True)
+            shown = len(text)
+    print(tokenizer.decode(tokens)[shown:])
+
+
+if __name__ == "__main__":
+    command("generate", generate, GenerateConfig)

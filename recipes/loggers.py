@@ -1,0 +1,40 @@
+"""Loggers by the name a config gives them. metrics.jsonl is not among them: it is always written."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+
+
+def wandb_logger(
+    run_dir: Path,
+    run_id: str,
+    config: dict[str, Any],
+    offline: bool,
+    project: str,
+    entity: str | None,
+    group: str | None,
+    tags: list[str] | None,
+) -> WandbLogger:
+    """One W&B run for the training run, under the run's own id; its files lie in the run directory."""
+    import wandb
+
+    settings = wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True)
+    return WandbLogger(
+        save_dir=run_dir,
+        id=run_id,
+        name=run_id,
+        offline=offline,
+        project=project,
+        entity=entity,
+        group=group or config["config"]["recipe"]["name"],
+        job_type="pretrain",
+        tags=tags,
+        config=config,
+        settings=settings,
+    )
+
+
+def csv_logger(run_dir: Path, run_id: str, config: dict[str, Any]) -> CSVLogger:
+    """metrics.csv in the run directory."""
+    return CSVLogger(save_dir=run_dir, name="", version="csv")

@@ -1,0 +1,165 @@
+"""What is measured: one line per optimizer step in metrics.jsonl, whatever the logger, floats unrounded."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from models.counts import training_flops_per_token
+from parallel.config import Config, FloatType
+from parallel.devices import Device
+from recipes.command import RunError
+
+
+class MetricsFile:
+    """metrics.jsonl, opened for appending. A line is whole or, after a kill or a full disk, cut off by the next open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._repair()
+
+    def _repair(self) -> None:
+        if not self.path.exists():
+            return
+        with self.path.open("rb+") as file:
+            content = file.read()
+            file.truncate(content.rfind(b"\n") + 1)
+
+    def rewind(self, step: int) -> None:
+        """Drop lines after `step`, which a run that resumed there will write again."""
+        if not self.path.exists():
+            return
+        kept = [line for line in self.path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
+        partial = self.path.with_suffix(".partial")
+        partial.write_text("".join(kept))
+        partial.replace(self.path)
+
+    def append(self, rows: list[dict[str, Any]]) -> None:
+        """Add rows. Raises RunError where the disk is full or the file cannot be written."""
+        text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        descriptor = None
+        try:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            size = os.fstat(descriptor).st_size
+            written = os.write(descriptor, text)
+            if written < len(text):
+                os.ftruncate(descriptor, size)
+                raise RunError(f"{self.path}: the disk is full; the run stops since its metrics cannot be kept.")
+        except OSError as error:
+            raise RunError(
+                f"{self.path}: {error.strerror}; the run stops since its metrics cannot be kept."
+            ) from error
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+class StepClock:
+    """Seconds between the ends of steps, without making the device wait: CUDA events there, the clock on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[Any] = [self._mark()]
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def tick(self) -> None:
+        """A step ends here."""
+        self._marks.append(self._mark())
+
+    def skip(self) -> None:
+        """What happened since the last step's end (validation, a save) belongs to no step."""
+        self._marks[-1] = self._mark()
+
+    def take(self) -> list[float]:
+        """Seconds of each step since the last call."""
+        if self._cuda:
+            self._marks[-1].synchronize()
+            seconds = [a.elapsed_time(b) / 1e3 for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        else:
+            seconds = [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        self._marks = self._marks[-1:]
+        return seconds
+
+
+class Metrics(Callback):
+    """Collects each step's scalars on the device, fetches them together every `log_interval` steps, and hands them on.
+
+    TFLOP/s and MFU count the model's operations (models/counts.py), not recomputed ones, with causal attention.
+    """
+
+    def __init__(self, config: Config, file: MetricsFile, device: Device | None, ranks: int) -> None:
+        self.config, self.file, self.ranks = config, file, ranks
+        self.latest: dict[str, float] = {}
+        """The row written last."""
+        self._flops_per_token = training_flops_per_token(config.model, config.data.seq_len, causal=True)
+        self._peak = None
+        if device is not None and config.precision.compute != FloatType.float64:
+            self._peak = device.bf16_flops if config.precision.compute == FloatType.bfloat16 else device.fp32_flops
+        self._pending: list[tuple[int, float, dict[str, Tensor]]] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.file.rewind(trainer.global_step)
+        self._clock = StepClock(pl_module.device)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._lr = trainer.optimizers[0].param_groups[0]["lr"]
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._clock.tick()
+        self._pending.append((trainer.global_step, self._lr, dict(pl_module.step_metrics)))
+        if trainer.global_step % self.config.trainer.log_interval == 0:
+            self.flush(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking or not trainer.training:
+            return
+        self.flush(trainer)
+        self._clock.skip()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.flush(trainer)
+
+    def flush(self, trainer: Trainer) -> None:
+        """Fetch, write and pass on what is pending: one transfer for all of it."""
+        if not self._pending:
+            return
+        names = list(self._pending[0][2])
+        values = torch.stack([step[2][name].double() for step in self._pending for name in names]).tolist()
+        rows = []
+        for index, ((step, lr, _), seconds) in enumerate(zip(self._pending, self._clock.take(), strict=True)):
+            scalars = dict(zip(names, values[index * len(names) :], strict=False))
+            rows.append(self._row(step, lr, seconds, scalars))
+        self._pending.clear()
+        self.file.append(rows)
+        self.latest = rows[-1]
+        for logger in trainer.loggers:
+            for row in rows:
+                logger.log_metrics({f"train/{key}": value for key, value in row.items() if key != "step"}, row["step"])
+        trainer.callback_metrics["train/loss"] = torch.tensor(self.latest["loss"])
+
+    def _row(self, step: int, lr: float, seconds: float, scalars: dict[str, float]) -> dict[str, Any]:
+        processed = self.config.data.global_batch * self.config.data.seq_len
+        flops = processed * self._flops_per_token / seconds / self.ranks
+        row = {
+            "step": step,
+            "loss": scalars["loss"],
+            "grad_norm": scalars["grad_norm"],
+            "clip_factor": scalars["clip_factor"],
+            "lr": lr,
+            "tokens": int(scalars["tokens"]),
+            "step_time_s": seconds,
+            "tokens_per_s": processed / seconds,
+            "tflops_per_device_causal": flops / 1e12,
+        }
+        return row if self._peak is None else row | {"mfu_causal": flops / self._peak}

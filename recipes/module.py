@@ -1,0 +1,81 @@
+"""The Lightning module: a decoder, its loss, its optimizer. How it is split over ranks is the strategy's business."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from models.counts import parameter_count
+from models.decoder import Decoder
+from models.dropout import DropoutKey
+from models.initialise import initialise
+from parallel.config import Config
+from parallel.gradients import clip_gradients
+from recipes.optimizers import make_optimizer, make_schedule
+from recipes.validation import batch_sums, means
+
+Batch = dict[str, Tensor]
+
+
+class LanguageModel(LightningModule):
+    """Next-token prediction on packed windows."""
+
+    decoder: Decoder
+
+    def __init__(self, config: Config, bytes_per_token: Tensor | None) -> None:
+        """`bytes_per_token` is int64 (vocabulary,), or None for data that is not text."""
+        super().__init__()
+        self.config = config
+        self.bytes_per_token = bytes_per_token
+        self.step_metrics: dict[str, Tensor] = {}
+        """Scalars of the last optimizer step, on the device; fetched together at the logging interval."""
+        self._validation = torch.zeros(3)
+
+    def configure_model(self) -> None:
+        """Build the decoder; called inside the strategy's context, and again by `validate` after `fit`."""
+        if not hasattr(self, "decoder"):
+            self.decoder = Decoder(self.config.model)
+
+    def initialise(self) -> None:
+        """Give every parameter its initial value."""
+        initialise(self.decoder, self.config.model, self.config.seed)
+        count = sum(parameter.numel() for parameter in self.decoder.parameters())
+        assert count == parameter_count(self.config.model), f"{count} parameters were built, the formula says otherwise"
+
+    def token_loss(self, batch: Batch, step: int) -> Tensor:
+        """Sum of the token losses of a microbatch, with dropout where training."""
+        key = None
+        if self.training and self.config.model.dropout:
+            place = torch.arange(batch["tokens"].shape[1], device=batch["tokens"].device)
+            sample = batch["sample"].unsqueeze(-1).expand(batch["tokens"].shape)
+            key = DropoutKey(self.config.seed, step, sample, place.expand(batch["tokens"].shape))
+        document_ids = batch["document_ids"] if self.config.data.document_mask else None
+        return self.decoder(batch["tokens"], batch["positions"], document_ids, batch["labels"], key)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The strategy's: it alone knows the microbatches of a step and the ranks that share it."""
+        return self.trainer.strategy.training_step(batch, batch_idx)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Nothing: the strategy zeroes the gradients before the step, and they are there now."""
+
+    def configure_gradient_clipping(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Clip by the norm of the whole model, and keep norm and factor as metrics."""
+        result = clip_gradients(self.decoder, self.config.trainer.gradient_clip)
+        self.step_metrics |= {"grad_norm": result.norm, "clip_factor": result.factor}
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = make_optimizer(self.config.optimizer, self.decoder)
+        schedule = make_schedule(self.config, optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_validation_epoch_start(self) -> None:
+        self._validation = torch.zeros(3, dtype=torch.float64, device=self.device)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._validation += batch_sums(self.decoder, batch, self.config.data.document_mask, self.bytes_per_token)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict({f"val/{name}": value for name, value in means(self._validation).items()})

@@ -1,0 +1,46 @@
+"""The named nodes that may stand under `callbacks` and `logger`: what each takes, with its type.
+
+A node of the user's own needs no schema: `+callbacks.mine._target_=recipes.callbacks.Mine`.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Progress:
+    """A progress bar on a terminal, plain lines elsewhere."""
+
+    _target_: str = "recipes.callbacks.Progress"
+
+
+@dataclass
+class SampleText:
+    """Text continued from `prompt`, printed when training ends."""
+
+    _target_: str = "recipes.callbacks.SampleText"
+    prompt: str = "def "
+    max_new_tokens: int = 200
+    temperature: float = 0.8
+
+
+@dataclass
+class Wandb:
+    """Weights & Biases; offline until told otherwise."""
+
+    _target_: str = "recipes.loggers.wandb_logger"
+    offline: bool = True
+    project: str = "quintet"
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] | None = None
+
+
+@dataclass
+class Csv:
+    """metrics.csv in the run directory."""
+
+    _target_: str = "recipes.loggers.csv_logger"
+
+
+CALLBACKS: dict[str, type] = {"progress": Progress, "sample_text": SampleText}
+LOGGERS: dict[str, type] = {"wandb": Wandb, "csv": Csv}

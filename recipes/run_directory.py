@@ -1,0 +1,141 @@
+"""The run directory: what a run leaves behind, written so that a half-written file is never believed."""
+
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from models.config import ConfigError
+from parallel.config import Config
+from recipes.command import RunError
+
+PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "numpy", "datasets", "pyarrow", "tokenizers", "wandb")
+DONE, FAILED = "DONE", "FAILED"
+log = logging.getLogger("quintet")
+
+
+class RunDirectory:
+    """One run's files. Raises RunError where they cannot be written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+
+    def create(self, config: Config, overrides: list[str]) -> None:
+        """Make the directory with config.yaml, overrides.yaml and environment.json.
+
+        Raises ConfigError where it holds the finished run of another config, RunError where it cannot be written.
+        """
+        if (self.path / DONE).exists() or (self.path / "config.yaml").exists():
+            self._refuse_other_config(config)
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain(config))))
+            write_whole(self.path / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(overrides)))
+            write_whole(self.path / "environment.json", json.dumps(environment(), indent=2) + "\n")
+            for mark in (DONE, FAILED):
+                (self.path / mark).unlink(missing_ok=True)
+        except OSError as error:
+            raise RunError(f"run.dir={self.path} cannot be written: {error.strerror}. Set run.dir or run.root.") from error
+
+    def _refuse_other_config(self, config: Config) -> None:
+        written = OmegaConf.to_container(OmegaConf.load(self.path / "config.yaml"))
+        now = plain(config)
+        differ = sorted(key for key in now if key not in ("run", "ckpt") and now[key] != written.get(key))
+        if differ:
+            raise ConfigError(
+                f"run.dir={self.path} holds a run whose config differs in {', '.join(differ)}. Going on would mix two runs: "
+                f"choose another run.dir, or give the settings of {self.path}/config.yaml."
+            )
+
+    def start_log(self) -> logging.Handler:
+        """Send the program's log to train.log too."""
+        handler = logging.FileHandler(self.path / "train.log")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logging.getLogger("quintet").addHandler(handler)
+        return handler
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Leave DONE with a few final numbers."""
+        write_whole(self.path / DONE, json.dumps(summary, indent=2) + "\n")
+
+    def fail(self, reason: str) -> None:
+        """Leave FAILED with the reason; where even that cannot be written, the log line must do."""
+        try:
+            write_whole(self.path / FAILED, reason.rstrip() + "\n")
+        except OSError:
+            log.error("could not write %s", self.path / FAILED)
+
+
+def plain(config: Config) -> dict[str, Any]:
+    """The config as numbers, strings, lists and dicts, enumerations by their value."""
+
+    def simple(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: simple(part) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [simple(part) for part in value]
+        return str(value) if isinstance(value, str) else value
+
+    return simple(asdict(config))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file under another name, sync it, rename it: it is there whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def environment() -> dict[str, Any]:
+    """What is installed and on what machine: packages, git commit and dirty flag, host, processors, GPUs."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "python": sys.version.split()[0],
+        "packages": {name: _version(name) for name in PACKAGES},
+        "git": git_state(),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "gpus": gpus,
+        "cuda": torch.version.cuda,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def git_state() -> dict[str, Any]:
+    """Commit of the checkout and whether tracked files differ from it; None where this is no checkout."""
+    root = Path(__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    return {"commit": commit, "dirty": bool(git("status", "--porcelain", "-uno")) if commit else None}

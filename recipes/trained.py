@@ -1,0 +1,47 @@
+"""A trained model from a run directory, for the commands that use one: evaluate and generate."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from models.config import ConfigError
+from models.decoder import Decoder
+from parallel.checkpoint import find, load
+from parallel.config import Config
+from parallel.precision import DTYPES
+from recipes.schema import read_config
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A decoder with its trained weights, and the config it was trained by."""
+
+    config: Config
+    decoder: Decoder
+    checkpoint: Path
+    device: torch.device
+
+
+def load_trained(run: str) -> Trained:
+    """The newest complete checkpoint of a run directory, or the checkpoint that `run` itself is.
+
+    Raises ConfigError where there is none. The config is checked like one from the command line.
+    """
+    if not run:
+        raise ConfigError("run is empty; write run=<run directory>, such as the one that training printed.")
+    path = Path(run)
+    checkpoint = find(path)
+    directory = path if (path / "config.yaml").exists() else checkpoint.parent.parent
+    config = read_config(directory / "config.yaml")
+    device = torch.device("cuda" if torch.cuda.is_available() and config.cluster.device != "cpu" else "cpu")
+    with torch.device("meta"):
+        decoder = Decoder(config.model)
+    decoder.to(DTYPES[config.precision.master]).to_empty(device=device)
+    load(checkpoint, decoder, [])
+    return Trained(config, decoder.eval(), checkpoint, device)
+
+
+def tokenizer_path(trained: Trained) -> Path:
+    """tokenizer.json of the run that a checkpoint belongs to."""
+    return trained.checkpoint.parent.parent / "tokenizer.json"
