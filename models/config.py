@@ -99,7 +99,8 @@ class ModelConfig:
             raise ConfigError(f"model.dropout={self.dropout} must lie in [0, 1).")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ConfigError(
-                f"model.sliding_window={self.sliding_window} must be at least 1 (a token sees itself), or null for no limit."
+                f"model.sliding_window={self.sliding_window} must be at least 1 (a token sees "
+                "itself), or null for no limit."
             )
         needs_original = self.rope.scaling in (RopeScaling.llama3, RopeScaling.yarn)
         if needs_original and self.rope.original_max_position_embeddings < 1:

@@ -44,5 +44,5 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> 
 
 
 def training_flops_per_token(config: ModelConfig, seq_len: int, causal: bool = True) -> float:
-    """Forward and backward (twice the forward) per token; recomputed work is not counted (model FLOPs, not hardware)."""
+    """Forward and backward (twice the forward) per token; recomputed work does not count: model FLOPs."""
     return 3 * forward_flops_per_token(config, seq_len, causal)

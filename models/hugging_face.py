@@ -13,7 +13,7 @@ def architecture(config: ModelConfig) -> str:
     if config.qk_norm and not config.mlp_bias and config.attention_bias == config.attention_output_bias:
         return "qwen3"
     if config.qk_norm:
-        raise ConfigError("No Hugging Face family has model.qk_norm=true with these biases (Qwen3 has all four or none).")
+        raise ConfigError("No Hugging Face family has model.qk_norm=true with these biases (Qwen3: all four or none).")
     if config.attention_bias and not config.attention_output_bias and not config.mlp_bias:
         return "qwen2"
     if config.sliding_window is not None and not config.attention_bias and not config.mlp_bias:

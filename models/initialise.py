@@ -13,7 +13,7 @@ _INTO_RESIDUAL = ("o_proj.weight", "down_proj.weight")
 
 
 def initial_std(config: ModelConfig, name: str) -> float:
-    """Standard deviation of a weight: smaller by sqrt(2 layers) where it feeds the residual stream (GPT-2, section 2.3)."""
+    """Standard deviation of a weight, over sqrt(2 layers) where it feeds the residual stream (GPT-2, section 2.3)."""
     if name.endswith(_INTO_RESIDUAL):
         return config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
     return config.initializer_range

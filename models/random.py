@@ -55,7 +55,12 @@ def normal_at(index: Tensor, key: int) -> Tensor:
 
 @torch.no_grad()
 def fill_normal(
-    out: Tensor, seed: int, name: str, std: float, shape: Sequence[int] | None = None, offset: Sequence[int] | None = None
+    out: Tensor,
+    seed: int,
+    name: str,
+    std: float,
+    shape: Sequence[int] | None = None,
+    offset: Sequence[int] | None = None,
 ) -> None:
     """Fill `out` with N(0, std) values that depend on (seed, name) alone.
 

@@ -6,12 +6,16 @@ it is never believed. Nothing in it is ever executed: it is read with weights_on
 
 import os
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -60,7 +64,8 @@ def save(folder: Path, model: nn.Module, optimizers: list[Optimizer], state: dic
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    dcp.save(_tensors(model, optimizers), checkpoint_id=partial)
+    with _one_process_is_fine():
+        dcp.save(_tensors(model, optimizers), checkpoint_id=partial, no_dist=not dist.is_initialized())
     torch.save(state, partial / _STATE)
     for path in partial.iterdir():
         _sync(path)
@@ -75,7 +80,8 @@ def save(folder: Path, model: nn.Module, optimizers: list[Optimizer], state: dic
 def load(folder: Path, model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
     """Read a checkpoint into the model and its optimizers, whatever layout wrote it; returns the plain state."""
     tensors = _tensors(model, optimizers)
-    dcp.load(tensors, checkpoint_id=folder)
+    with _one_process_is_fine():
+        dcp.load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
     set_model_state_dict(model, tensors["model"], options=_OPTIONS)
     for index, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(model, optimizer, tensors[f"optimizer_{index}"], options=_OPTIONS)
@@ -89,11 +95,18 @@ def retain(folder: Path, keep: int) -> None:
         shutil.rmtree(path)
 
 
-def _tensors(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, dict[str, Tensor]]:
-    tensors = {"model": get_model_state_dict(model, options=_OPTIONS)}
+def _tensors(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+    tensors: dict[str, Any] = {"model": get_model_state_dict(model, options=_OPTIONS)}
     for index, optimizer in enumerate(optimizers):
         tensors[f"optimizer_{index}"] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
     return tensors
+
+
+@contextmanager
+def _one_process_is_fine() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _sync(path: Path) -> None:

@@ -22,13 +22,11 @@ class RecipeConfig:
     """What was run where, in words."""
 
 
-class PipelineSchedule(StrEnum):
-    gpipe = "gpipe"
-    one_f_one_b = "1f1b"
-    interleaved_1f1b = "interleaved_1f1b"
-    interleaved_zero_bubble = "interleaved_zero_bubble"
-    zbv_zero_bubble = "zbv_zero_bubble"
-    dualpipe_v = "dualpipe_v"
+PipelineSchedule = StrEnum(
+    "PipelineSchedule",
+    ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"],
+)
+"""Made by name, since a config spells a member by its name and `1f1b` is no identifier."""
 
 
 class ContextMethod(StrEnum):
@@ -45,7 +43,7 @@ class ParallelismConfig:
     tp: int = 1
     sequence_parallel: bool = False
     pp: int = 1
-    pp_schedule: PipelineSchedule = PipelineSchedule.one_f_one_b
+    pp_schedule: PipelineSchedule = PipelineSchedule["1f1b"]
     virtual_stages: int = 1
     pp_split: Any = "balanced"
     """`balanced`, `even`, or a list of layers per stage."""

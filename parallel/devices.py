@@ -25,7 +25,13 @@ DEVICES = {
     "h200": Device("h200", 141_000_000_000, 989e12, 67e12),
 }
 
-_BY_PRODUCT = {"A100-SXM4-80GB": "a100_80g", "A100 80GB": "a100_80g", "A100": "a100_40g", "H200": "h200", "H100": "h100"}
+_BY_PRODUCT = {
+    "A100-SXM4-80GB": "a100_80g",
+    "A100 80GB": "a100_80g",
+    "A100": "a100_40g",
+    "H200": "h200",
+    "H100": "h100",
+}
 
 
 def recognise(product: str) -> Device | None:

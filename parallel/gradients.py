@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 
-class NonFiniteGradient(RuntimeError):
+class NonFiniteGradientError(RuntimeError):
     """A gradient holds NaN or infinity. Raised before the update, so the weights are those of the step before."""
 
 
@@ -29,12 +29,12 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 def clip_gradients(model: nn.Module, limit: float | None) -> ClipResult:
     """Scale all gradients by min(1, limit / norm); a limit of None scales nothing and still gives the norm.
 
-    Raises NonFiniteGradient, naming the parameters, before anything was changed.
+    Raises NonFiniteGradientError, naming the parameters, before anything was changed.
     """
     parameters = list(model.parameters())
     norm = gradient_norm(parameters)
     if not torch.isfinite(norm):
-        raise NonFiniteGradient(_describe(model))
+        raise NonFiniteGradientError(_describe(model))
     if limit is None:
         return ClipResult(norm, torch.ones_like(norm))
     factor = (limit / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0)

@@ -71,7 +71,7 @@ class Layout:
         return grid.transpose(outside + inside).reshape(-1, size)
 
     def data_rank(self, rank: int) -> int:
-        """Which part of every step's batch a rank reads: 0 to dp - 1, equal for ranks that share the data coordinate."""
+        """Which part of every step's batch a rank reads, 0 to dp - 1; ranks of one data coordinate share it."""
         place = self.coordinates(rank)
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
@@ -81,7 +81,7 @@ class Layout:
 
 
 def world_size(cluster: ClusterConfig, parallelism: ParallelismConfig, gpus: int) -> int:
-    """How many ranks a run has: what the cluster says, else every GPU seen, else on a CPU just what the axes ask for."""
+    """How many ranks a run has: what the cluster says, else every GPU seen, else on a CPU what the axes ask for."""
     if cluster.devices_per_node is not None:
         return cluster.nodes * cluster.devices_per_node
     if gpus:
@@ -91,7 +91,7 @@ def world_size(cluster: ClusterConfig, parallelism: ParallelismConfig, gpus: int
 
 
 def resolve(parallelism: ParallelismConfig, world: int) -> Layout:
-    """The layout of a config in a world of so many ranks. Raises ConfigError where the sizes do not make up the world."""
+    """The layout of a config in a world of so many ranks. Raises ConfigError where the sizes do not make up a world."""
     sizes = {axis: getattr(parallelism, axis) for axis in (*AXES, "ep", "etp")}
     for axis, size in sizes.items():
         if size < 1 and not (axis == "dp_shard" and size == -1):
@@ -105,7 +105,7 @@ def resolve(parallelism: ParallelismConfig, world: int) -> Layout:
         advice = (
             f"with these, dp_shard={world // others} fits"
             if world % others == 0
-            else f"{world} ranks leave {world / others:.2f} for dp_shard: the other axes must multiply to a divisor of {world}"
+            else f"{world} ranks leave {world / others:.2f} for dp_shard: the others must make a divisor of {world}"
         )
         raise ConfigError(
             f"parallelism: {product} make {layout.world} ranks, but there are {world} "

@@ -112,4 +112,3 @@ class QuintetStrategy(ModelParallelStrategy):
     @property
     def _exact(self) -> bool:
         return self.config.precision.master == "float64"
-

@@ -137,5 +137,5 @@ class Profile(Callback):
         self._profiler.stop()
 
 
-def _metrics(trainer: Trainer) -> Metrics:
+def _metrics(trainer: Any) -> Metrics:
     return next(callback for callback in trainer.callbacks if isinstance(callback, Metrics))

@@ -11,13 +11,16 @@ import re
 import secrets
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -47,24 +50,46 @@ def command(config_name: str, task: Callable[[DictConfig], None], own_schema: ty
     if own_schema is not None:
         ConfigStore.instance().store(name=f"{config_name}_schema", node=own_schema)
     start_console_log()
-    main = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(task)
+    codes: list[int] = []
+
+    def job(composed: DictConfig) -> None:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            OmegaConf.clear_cache(composed)  # Hydra hands the first point's run id down to the others.
+        # A failed point of a sweep is reported at once and does not end the sweep.
+        try:
+            task(composed)
+        except Exception as error:
+            codes.append(report(error))
+
     try:
-        main()
-    except ConfigError as error:
-        _leave(2, str(error))
-    except OverrideParseException as error:
-        _leave(2, f"{error.override}: {str(error).splitlines()[-1]}\nAn override reads KEY=VALUE; quote what your shell eats.")
-    except (HydraException, OmegaConfBaseException) as error:
-        _leave(2, explain(error))
-    except RunError as error:
-        _leave(1, str(error))
-    except OSError as error:
-        if error.filename is None and error.errno is None:
-            raise
-        logging.getLogger("quintet").debug("traceback", exc_info=True)
-        _leave(1, f"{error.filename or 'operating system'}: {error.strerror or error}")
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
     except KeyboardInterrupt:
-        _leave(130, "interrupted")
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.exit(130)
+    except Exception as error:
+        codes.append(report(error))
+    sys.exit(max(codes, default=0))
+
+
+def report(error: Exception) -> int:
+    """Say on standard error what went wrong, without a traceback where it was the user's doing; the exit code."""
+    match error:
+        case ConfigError():
+            code, message = 2, str(error)
+        case OverrideParseException():
+            code, message = 2, f"{error.override}: not of the form KEY=VALUE, or with a character that needs quotes."
+        case HydraException() | OmegaConfBaseException():
+            code, message = 2, explain(error)
+        case RunError():
+            code, message = 1, str(error)
+        case OSError() if error.errno is not None:
+            code, message = 1, f"{error.filename or 'operating system'}: {error.strerror}"
+        case _:
+            traceback.print_exception(error)
+            return 1
+    name = "config refused" if code == 2 else "failed"
+    print(f"{name}:{chr(10) if chr(10) in message else ' '}{message}", file=sys.stderr, flush=True)
+    return code
 
 
 def start_console_log() -> None:
@@ -78,15 +103,9 @@ def start_console_log() -> None:
         log.propagate = False
 
 
-def _leave(code: int, message: str) -> None:
-    name = "config refused" if code == 2 else "failed"
-    print(f"{name}: {message}" if "\n" not in message else f"{name}:\n{message}", file=sys.stderr, flush=True)
-    sys.exit(code)
-
-
 def explain(error: Exception) -> str:
     """Hydra's and OmegaConf's errors in the user's words, with the nearest right key or option."""
-    cause = error
+    cause: BaseException = error
     while not isinstance(cause, OmegaConfBaseException) and cause.__cause__ is not None:
         cause = cause.__cause__
     if isinstance(error, MissingConfigException) and error.options:
@@ -130,5 +149,3 @@ def _all_keys() -> Iterator[str]:
                 yield f"{group}.{item.name}"
                 if dataclasses.is_dataclass(item.type):
                     yield from (f"{group}.{item.name}.{inner.name}" for inner in dataclasses.fields(item.type))
-
-

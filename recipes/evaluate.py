@@ -18,7 +18,8 @@ class EvaluateConfig:
 
 def evaluate(composed: DictConfig) -> None:
     """Print one JSON object: loss in nats per token, perplexity, and for text nats per byte."""
-    settings: EvaluateConfig = OmegaConf.to_object(composed)
+    settings = OmegaConf.to_object(composed)
+    assert isinstance(settings, EvaluateConfig)
 
     import torch
 

@@ -23,7 +23,8 @@ class GenerateConfig:
 
 def generate(composed: DictConfig) -> None:
     """Print the prompt and its continuation, token by token as they come."""
-    settings: GenerateConfig = OmegaConf.to_object(composed)
+    settings = OmegaConf.to_object(composed)
+    assert isinstance(settings, GenerateConfig)
     if settings.temperature < 0.0:
         raise ConfigError(f"temperature={settings.temperature} must be 0 (the likeliest token) or more.")
     if settings.top_k is not None and settings.top_k < 1:

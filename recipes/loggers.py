@@ -1,5 +1,6 @@
 """Loggers by the name a config gives them. metrics.jsonl is not among them: it is always written."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ def wandb_logger(
     tags: list[str] | None,
 ) -> WandbLogger:
     """One W&B run for the training run, under the run's own id; its files lie in the run directory."""
+    os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
 
     settings = wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True)

@@ -17,7 +17,7 @@ from recipes.command import RunError
 
 
 class MetricsFile:
-    """metrics.jsonl, opened for appending. A line is whole or, after a kill or a full disk, cut off by the next open."""
+    """metrics.jsonl. A line is whole or, after a kill or a full disk, cut off when the file is next opened."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,9 +51,7 @@ class MetricsFile:
                 os.ftruncate(descriptor, size)
                 raise RunError(f"{self.path}: the disk is full; the run stops since its metrics cannot be kept.")
         except OSError as error:
-            raise RunError(
-                f"{self.path}: {error.strerror}; the run stops since its metrics cannot be kept."
-            ) from error
+            raise RunError(f"{self.path}: {error.strerror}; the run stops since its metrics cannot be kept.") from error
         finally:
             if descriptor is not None:
                 os.close(descriptor)

@@ -54,7 +54,7 @@ class LanguageModel(LightningModule):
         document_ids = batch["document_ids"] if self.config.data.document_mask else None
         return self.decoder(batch["tokens"], batch["positions"], document_ids, batch["labels"], key)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
         """The strategy's: it alone knows the microbatches of a step and the ranks that share it."""
         return self.trainer.strategy.training_step(batch, batch_idx)
 
@@ -66,7 +66,7 @@ class LanguageModel(LightningModule):
         result = clip_gradients(self.decoder, self.config.trainer.gradient_clip)
         self.step_metrics |= {"grad_norm": result.norm, "clip_factor": result.factor}
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         optimizer = make_optimizer(self.config.optimizer, self.decoder)
         schedule = make_schedule(self.config, optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

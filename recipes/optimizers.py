@@ -102,10 +102,8 @@ def learning_rate_factor(config: Config, done: float, unit: float = 1) -> float:
     low = schedule.minimum_ratio
     if schedule.shape == DecayShape.constant:
         return 1.0
-    if schedule.shape == DecayShape.wsd:
-        begin = max(total - schedule.decay, schedule.warmup)
-    else:
-        begin = schedule.warmup
+    stands_until = total - schedule.decay if schedule.shape == DecayShape.wsd else 0
+    begin = max(schedule.warmup, stands_until)
     progress = min(max((done - begin) / max(total - begin, 1), 0.0), 1.0)
     if schedule.shape == DecayShape.cosine:
         return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * progress))

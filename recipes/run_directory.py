@@ -44,16 +44,18 @@ class RunDirectory:
             for mark in (DONE, FAILED):
                 (self.path / mark).unlink(missing_ok=True)
         except OSError as error:
-            raise RunError(f"run.dir={self.path} cannot be written: {error.strerror}. Set run.dir or run.root.") from error
+            raise RunError(
+                f"run.dir={self.path} cannot be written: {error.strerror}. Set run.dir or run.root."
+            ) from error
 
     def _refuse_other_config(self, config: Config) -> None:
-        written = OmegaConf.to_container(OmegaConf.load(self.path / "config.yaml"))
+        written: Any = OmegaConf.to_container(OmegaConf.load(self.path / "config.yaml"))
         now = plain(config)
         differ = sorted(key for key in now if key not in ("run", "ckpt") and now[key] != written.get(key))
         if differ:
             raise ConfigError(
-                f"run.dir={self.path} holds a run whose config differs in {', '.join(differ)}. Going on would mix two runs: "
-                f"choose another run.dir, or give the settings of {self.path}/config.yaml."
+                f"run.dir={self.path} holds a run whose config differs in {', '.join(differ)}. Going on would mix two "
+                f"runs: choose another run.dir, or give the settings of {self.path}/config.yaml."
             )
 
     def start_log(self) -> logging.Handler:

@@ -67,13 +67,13 @@ def _check_secret(path: str, key: str, value: str) -> None:
     if not (_SECRET_KEY.search(key) or _SECRET_VALUE.search(value) or from_environment):
         return
     raise ConfigError(
-        f"{path} holds what looks like a secret (not shown). A config is written to the run directory and to the logger; "
+        f"{path} holds what looks like a secret (not shown). A config is written to the run directory and the logger; "
         f"give secrets in the environment (WANDB_API_KEY, HF_TOKEN) or in ~/.netrc instead."
     )
 
 
 def build(node: dict[str, Any], **available: Any) -> Any:
-    """Make what a checked node's `_target_` names, from the node's other keys and those of `available` that it takes."""
+    """Make what a checked node's `_target_` names, from the node's keys and those of `available` that it takes."""
     module, _, name = node["_target_"].rpartition(".")
     target = getattr(importlib.import_module(module), name)
     accepted = inspect.signature(target).parameters

@@ -6,6 +6,7 @@ config is composed. From there on the program sees only the frozen dataclasses: 
 
 import dataclasses
 import difflib
+import inspect
 import types
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,6 @@ from recipes.nodes import CALLBACKS, LOGGERS
 
 SCHEMAS: dict[str, dict[str, type]] = {
     "recipe": {"schema": groups.RecipeConfig},
-    "run": {"schema": groups.RunConfig},
     "model": {"schema": ModelConfig},
     "parallelism": {"schema": groups.ParallelismConfig},
     "precision": {"schema": groups.PrecisionConfig},
@@ -47,14 +47,14 @@ SCHEMAS: dict[str, dict[str, type]] = {
 
 
 @cache
-def mutable(frozen: type) -> type:
+def mutable(frozen: Any) -> Any:
     """A dataclass with the same name, fields and bases that OmegaConf will let overrides write to."""
-    own = frozen.__dict__.get("__annotations__", {})
+    own = inspect.get_annotations(frozen)
     fields = []
     for item in dataclasses.fields(frozen):
         if item.name not in own:
             continue
-        default = {"default": item.default}
+        default: dict[str, Any] = {"default": item.default}
         if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
             default = {"default": "???"}
         elif item.default_factory is not dataclasses.MISSING:
@@ -104,19 +104,20 @@ def read_config(path: Path) -> groups.Config:
     Raises ConfigError where the file is missing, torn, or not a config of this version.
     """
     try:
-        plain = OmegaConf.load(path)
+        plain: Any = OmegaConf.load(path)
         chosen = {
             group: OmegaConf.structured(mutable(SCHEMAS[group][f"{plain[group].name}_schema"]))
             for group in ("data", "optimizer")
         }
-        return to_config(OmegaConf.merge(OmegaConf.structured(mutable(groups.Config)), chosen, plain))
+        merged: Any = OmegaConf.merge(OmegaConf.structured(mutable(groups.Config)), chosen, plain)
+        return to_config(merged)
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file, so {path.parent} is not a run directory.") from error
     except (OmegaConfBaseException, YAMLError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path} is not the config of a run: {str(error).splitlines()[0]}") from error
 
 
-def _refuse_strangers(node: DictConfig, path: str) -> None:
+def _refuse_strangers(node: Any, path: str) -> None:
     """Hydra lets `+key=value` add a key to a typed node; nothing would ever read it."""
     kind = OmegaConf.get_type(node)
     known = [item.name for item in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else None

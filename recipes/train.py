@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,6 +64,7 @@ def fit(config: Config, layout: Layout, run: "RunDirectory", on_gpu: bool) -> di
     from recipes.module import LanguageModel
 
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="lightning.pytorch.utilities._pytree")
     if config.cluster.threads is not None:
         torch.set_num_threads(config.cluster.threads)
     if config.deterministic:

@@ -12,7 +12,7 @@ from parallel.loss import valid_tokens
 def batch_sums(
     decoder: Decoder, batch: dict[str, Tensor], document_mask: bool, bytes_per_token: Tensor | None
 ) -> Tensor:
-    """Loss in nats, valid tokens, and bytes those tokens stand for: float64 (3,), to be added over batches and ranks."""
+    """Loss in nats, valid tokens, and the bytes they stand for: float64 (3,), to be added over batches and ranks."""
     labels = batch["labels"]
     document_ids = batch["document_ids"] if document_mask else None
     loss = decoder(batch["tokens"], batch["positions"], document_ids, labels)

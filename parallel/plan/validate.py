@@ -74,14 +74,14 @@ def _unavailable(config: Config) -> Iterator[str]:
     for axis in ("pp", "cp", "ep", "etp", "tp", "dp_replicate"):
         size = getattr(config.parallelism, axis)
         if size > 1:
-            yield f"parallelism.{axis}={size}: this version does not split along {axis} yet. Write parallelism.{axis}=1."
+            yield f"parallelism.{axis}={size}: this version cannot split along {axis} yet. Write parallelism.{axis}=1."
 
 
 def _sequence(config: Config) -> Iterator[str]:
     longest = config.model.max_position_embeddings
     if config.data.seq_len > longest:
         yield (
-            f"data.seq_len={config.data.seq_len} is above model.max_position_embeddings={longest}, the longest position "
+            f"data.seq_len={config.data.seq_len} is above model.max_position_embeddings={longest}, the longest that "
             f"the rotary embedding of model={config.model.name} is meant for. Write data.seq_len={longest} or less, or "
             f"raise the limit together with model.rope.scaling."
         )
@@ -144,8 +144,8 @@ def _scheduler(config: Config) -> Iterator[str]:
         yield f"scheduler.warmup={scheduler.warmup} and scheduler.decay={scheduler.decay} must be 0 or more."
     if scheduler.shape == DecayShape.wsd and scheduler.decay > total:
         yield (
-            f"scheduler.decay={scheduler.decay} is longer than the schedule's {total} {scheduler.unit} (scheduler.total, "
-            f"or what trainer.max_steps makes). Write scheduler.decay={total} or less."
+            f"scheduler.decay={scheduler.decay} is longer than the schedule's {total} {scheduler.unit} (scheduler."
+            f"total, or what trainer.max_steps makes). Write scheduler.decay={total} or less."
         )
 
 

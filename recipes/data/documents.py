@@ -64,7 +64,7 @@ def _files(config: FilesData) -> Source:
             raise ConfigError(f"data.paths: {pattern} matches no file (looked from {Path.cwd()}).")
         empty = [str(path) for path in matches if path.stat().st_size == 0]
         if empty:
-            raise ConfigError(f"data.paths: {', '.join(empty)} is empty (0 bytes). Remove it or leave it out of the paths.")
+            raise ConfigError(f"data.paths: {', '.join(empty)} is empty (0 bytes). Leave it out.")
         found += matches
     description = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in found]
 

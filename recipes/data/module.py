@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from models.config import ConfigError
 from parallel.config import Config, SyntheticData
@@ -29,14 +29,16 @@ class Data(LightningDataModule):
         """Prepare what is not prepared, and open it. Raises ConfigError for data that cannot be used."""
         data = self.config.data
         if isinstance(data, SyntheticData):
-            self._windows = {split: SyntheticWindows(data, self.config.seed, split) for split in ("train", "validation")}
+            self._windows = {
+                split: SyntheticWindows(data, self.config.seed, split) for split in ("train", "validation")
+            }
             return
         folder = prepare(data)
         self.tokenizer = open_tokenizer(folder)
         if self.tokenizer.vocab_size > self.config.model.vocab_size:
             raise ConfigError(
-                f"model.vocab_size={self.config.model.vocab_size} is smaller than the {self.tokenizer.vocab_size} tokens "
-                f"of the prepared data. Write model.vocab_size={self.tokenizer.vocab_size} or more."
+                f"model.vocab_size={self.config.model.vocab_size} is smaller than the {self.tokenizer.vocab_size} "
+                f"tokens of the prepared data. Write model.vocab_size={self.tokenizer.vocab_size} or more."
             )
         self._windows = {
             split: PackedWindows(open_split(folder, split), data.seq_len, data.document_mask, split)
@@ -53,14 +55,14 @@ class Data(LightningDataModule):
         order = StepOrder(len(windows), self.config.data.global_batch, self.config.seed)
         batches = TrainBatches(windows, order, self.data_rank, self.data_ranks, self.config.debug.overfit_steps)
         steps = range(self.first_step, self.config.trainer.max_steps)
-        return DataLoader(batches, batch_size=None, sampler=steps, **self._loader())
+        return self._loader(batches, steps)
 
     def val_dataloader(self) -> DataLoader:
         windows = self._windows["validation"]
         count = min(len(windows), self.config.trainer.val_sequences or len(windows))
         batches = ValidationBatches(windows, count, self.config.data.micro_batch, self.data_rank, self.data_ranks)
-        return DataLoader(batches, batch_size=None, shuffle=False, **self._loader())
+        return self._loader(batches, range(len(batches)))
 
-    def _loader(self) -> dict[str, int | bool]:
+    def _loader(self, batches: Dataset, order: range) -> DataLoader:
         workers = self.config.data.workers
-        return {"num_workers": workers, "persistent_workers": workers > 0}
+        return DataLoader(batches, batch_size=None, sampler=order, num_workers=workers, persistent_workers=workers > 0)

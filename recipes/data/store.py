@@ -7,6 +7,8 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -118,19 +120,17 @@ def _write(config: DataConfig, source: Source, folder: Path) -> None:
     features = datasets.Features({"name": datasets.Value("string"), "tokens": datasets.List(datasets.Value(width))})
     progress = _Progress()
     for split in SPLITS:
-        rows = datasets.Dataset.from_generator(
-            _rows,
-            features=features,
-            cache_dir=str(folder / "building"),
-            gen_kwargs={"config": config, "source": source, "tokenizer": tokenizer, "split": split, "progress": progress},
-            fingerprint=split,
-        )
-        if not len(rows):
+        rows = _rows(config, source, tokenizer, split, progress)
+        first = next(rows, None)
+        if first is None:
             raise ConfigError(
-                f"data={config.name} has no {split} document: {progress.documents} documents, split by "
-                f"data.validation_fraction={config.validation_fraction}. Give more documents, or another fraction."
+                f"data={config.name} has no document for the {split} split: documents go to a split by a hash of their "
+                f"name, data.validation_fraction={config.validation_fraction} of them to validation. Give more "
+                f"documents (rows or files), or another fraction."
             )
-        rows.save_to_disk(str(folder / split))
+        datasets.Dataset.from_generator(
+            partial(chain, [first], rows), features=features, cache_dir=str(folder / "building"), fingerprint=split
+        ).save_to_disk(str(folder / split))
     shutil.rmtree(folder / "building")
     for path in folder.rglob("*"):
         if path.is_file():
@@ -175,4 +175,5 @@ class _Progress:
             log.info("preparing: %s", self)
 
     def __str__(self) -> str:
-        return f"{self.documents:,} documents, {self.characters / 1e6:,.1f} M characters, {self.tokens / 1e6:,.1f} M tokens"
+        millions = f"{self.characters / 1e6:,.1f} M characters, {self.tokens / 1e6:,.1f} M tokens"
+        return f"{self.documents:,} documents, {millions}"

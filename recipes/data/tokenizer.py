@@ -31,7 +31,7 @@ class Tokenizer:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.vocab_size = backend.get_vocab_size()
-        self.document_mark = backend.token_to_id(DOCUMENT_MARK)
+        self.document_mark: int = backend.token_to_id(DOCUMENT_MARK)
         self.merges = self.vocab_size - 257
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -40,7 +40,8 @@ class Tokenizer:
             bodies: Iterable[np.ndarray] = (np.frombuffer(text.encode(errors="replace"), np.uint8) for text in texts)
         else:
             bodies = (np.asarray(item.ids, np.uint32) for item in self.backend.encode_batch_fast(list(texts)))
-        return [np.concatenate(([self.document_mark], body)).astype(np.uint32) for body in bodies]
+        mark = np.array([self.document_mark], np.uint32)
+        return [np.concatenate((mark, body.astype(np.uint32))) for body in bodies]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens; bytes that are no valid UTF-8 become the replacement character."""
@@ -74,6 +75,7 @@ def make_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
         # A trainer numbers tokens in its own order; learned merges are put behind ours, so that byte b is token b.
         learner = Backend(models.BPE())
         learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        assert config.vocab_size is not None
         trainer = trainers.BpeTrainer(vocab_size=config.vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
         learner.train_from_iterator(texts, trainer)
         merges = [tuple(pair) for pair in json.loads(learner.to_str())["model"]["merges"]]
