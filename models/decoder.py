@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import Attention, AttentionMask, KeyValueCache
 from models.config import ModelConfig
 from models.dropout import DropoutKey, dropout
 from models.feed_forward import FeedForward
-from models.loss import linear_cross_entropy
+from models.loss import WholeVocabulary, linear_cross_entropy
 from models.norm import RMSNorm
 from models.rotary import rotary_tables
 
@@ -46,12 +47,17 @@ class OutputLayer(nn.Linear):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.hidden_size, config.vocab_size, bias=False)
+        self.vocabulary = WholeVocabulary()
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """(batch, seq, hidden) to (batch, seq, vocabulary), or with int64 labels (batch, seq) to a scalar."""
+        return self.output(x, self.weight, labels)
+
+    def output(self, x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
+        """`forward` with the rows of the weight that are here."""
         if labels is None:
-            return super().forward(x)
-        return linear_cross_entropy(x.flatten(0, -2), self.weight, labels.flatten())
+            return self.vocabulary.whole(F.linear(x, weight))
+        return linear_cross_entropy(x.flatten(0, -2), weight, labels.flatten(), vocabulary=self.vocabulary)
 
 
 class DecoderBody(nn.Module):
@@ -92,7 +98,11 @@ class Decoder(nn.Module):
         self.config = config
         self.model = DecoderBody(config)
         self.lm_head = OutputLayer(config)
-        if config.tie_word_embeddings:
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make a tied output weight the embedding's; again after `to_empty`, which makes them two."""
+        if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(

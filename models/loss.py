@@ -10,18 +10,33 @@ IGNORE = -100
 
 
 class WholeVocabulary:
-    """One process holds every row of the output weight. (parallel/ has the one whose rows are spread over ranks.)"""
+    """One process holds every row of the output weight. (parallel/loss.py has those whose rows are spread over ranks.)
 
-    def local(self, labels: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Row of each label in the local weight, and whether it is here at all."""
+    The logits a rank makes from its rows pass through `logits`; gradients with respect to those go back through `own`.
+    """
+
+    def whole(self, own: Tensor) -> Tensor:
+        """All logits, from those of this rank's rows; for generation."""
+        return own
+
+    def logits(self, own: Tensor) -> Tensor:
+        """The logits that the loss works on, from those of this rank's rows."""
+        return own
+
+    def own(self, x: Tensor) -> Tensor:
+        """The part of something like `logits` that belongs to this rank's rows."""
+        return x
+
+    def local(self, labels: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+        """Column of each label in `logits` (0 where it is elsewhere), and whether it is here at all."""
         return labels, torch.ones_like(labels, dtype=torch.bool)
 
     def maximum(self, x: Tensor) -> Tensor:
-        """Elementwise maximum over all holders of rows."""
+        """Elementwise maximum over all that hold other columns."""
         return x
 
     def total(self, x: Tensor) -> Tensor:
-        """Elementwise sum over all holders of rows."""
+        """Elementwise sum over all that hold other columns."""
         return x
 
 
@@ -43,19 +58,21 @@ class LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk):
             part, target = hidden[start : start + chunk], labels[start : start + chunk]
             valid = target != IGNORE
-            logits = (part @ weight.T).to(accumulate)
-            logits -= vocabulary.maximum(logits.amax(-1)).unsqueeze(-1)
-            row, here = vocabulary.local(target.where(valid, 0), weight.shape[0])
-            picked = logits.gather(-1, row.unsqueeze(-1)).squeeze(-1).where(here, 0.0)
+            logits = vocabulary.logits(part @ weight.T).to(accumulate)
+            logits = logits - vocabulary.maximum(_row_maximum(logits)).unsqueeze(-1)
+            column, here = vocabulary.local(target.where(valid, 0), logits.shape[-1])
+            here &= valid
+            picked = _pick(logits, column).where(here, 0.0)
             probabilities = logits.exp_()
-            normaliser = vocabulary.total(probabilities.sum(-1))
-            loss += (normaliser.log() - vocabulary.total(picked)).where(valid, 0.0).sum()
+            normaliser, picked = vocabulary.total(torch.stack((probabilities.sum(-1), picked)))
+            loss += (normaliser.log() - picked).where(valid, 0.0).sum()
             if hidden_grad is None and weight_grad is None:
                 continue
             # d loss / d logits = softmax - one_hot, and nothing where there is no label.
             probabilities *= valid.to(accumulate).div(normaliser).unsqueeze(-1)
-            probabilities.scatter_add_(-1, row.unsqueeze(-1), -(here & valid).to(accumulate).unsqueeze(-1))
-            logits_grad = probabilities.to(hidden.dtype)
+            if probabilities.shape[-1]:
+                probabilities.scatter_add_(-1, column.unsqueeze(-1), -here.to(accumulate).unsqueeze(-1))
+            logits_grad = vocabulary.own(probabilities).to(hidden.dtype)
             if hidden_grad is not None:
                 hidden_grad[start : start + chunk] = logits_grad @ weight
             if weight_grad is not None:
@@ -75,6 +92,15 @@ class LinearCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _row_maximum(logits: Tensor) -> Tensor:
+    # A rank that holds no row of the vocabulary has an empty row of logits, which has no maximum.
+    return logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], float("-inf"))
+
+
+def _pick(logits: Tensor, column: Tensor) -> Tensor:
+    return logits.gather(-1, column.unsqueeze(-1)).squeeze(-1) if logits.shape[-1] else logits.new_zeros(column.shape)
 
 
 def linear_cross_entropy(

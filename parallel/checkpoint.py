@@ -60,21 +60,30 @@ def find(path: Path) -> Path:
 
 
 def save(folder: Path, model: nn.Module, optimizers: list[Optimizer], state: dict[str, Any]) -> None:
-    """Write a checkpoint of the model, its optimizers and plain `state` (numbers, strings, lists, dicts, tensors)."""
+    """Write a checkpoint of the model, its optimizers and plain `state` (numbers, strings, lists, dicts, tensors).
+
+    Every rank writes its shards; rank 0 does the rest.
+    """
+    first = not dist.is_initialized() or dist.get_rank() == 0
     partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    if first:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    _wait_for_all()
     with _one_process_is_fine():
         dcp.save(_tensors(model, optimizers), checkpoint_id=partial, no_dist=not dist.is_initialized())
-    torch.save(state, partial / _STATE)
-    for path in partial.iterdir():
-        _sync(path)
-    if folder.exists():
-        shutil.rmtree(folder)
-    partial.rename(folder)
-    (folder / COMPLETE).touch()
-    _sync(folder / COMPLETE)
-    _sync(folder)
+    _wait_for_all()
+    if first:
+        torch.save(state, partial / _STATE)
+        for path in partial.iterdir():
+            _sync(path)
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+        (folder / COMPLETE).touch()
+        _sync(folder / COMPLETE)
+        _sync(folder)
+    _wait_for_all()
 
 
 def load(folder: Path, model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
@@ -100,6 +109,11 @@ def _tensors(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
     for index, optimizer in enumerate(optimizers):
         tensors[f"optimizer_{index}"] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
     return tensors
+
+
+def _wait_for_all() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
 @contextmanager

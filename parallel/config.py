@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from models.config import ModelConfig
+from models.config import ConfigError, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,21 @@ class ContextMethod(StrEnum):
     all_gather = "all_gather"
     ulysses = "ulysses"
     ulysses_ring = "ulysses_ring"
+
+
+RECOMPUTE_MODES = ("none", "full", "selective:attention", "selective:mlp", "selective:ops")
+
+
+def recompute_interval(mode: str) -> int | None:
+    """n of `full` (1) and `full:n`, None for the other modes. Raises ConfigError for a mode that does not exist."""
+    if mode in RECOMPUTE_MODES:
+        return 1 if mode == "full" else None
+    name, _, count = mode.partition(":")
+    if name == "full" and count.isdigit() and int(count) >= 1:
+        return int(count)
+    raise ConfigError(
+        f"parallelism.recompute={mode} is none of {', '.join(RECOMPUTE_MODES)} or full:n with n at least 1."
+    )
 
 
 @dataclass(frozen=True)

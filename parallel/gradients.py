@@ -1,10 +1,15 @@
 """The gradient norm of the whole model, clipping by it, and what happens when it is not finite."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel.collectives import all_reduce
+from parallel.layout import AXES
+from parallel.sharded import local, split_axes
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -19,44 +24,68 @@ class ClipResult:
     factor: Tensor
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """L2 norm of all gradients together, each parameter counted once, accumulated in float32 or better: a scalar."""
-    squares = [_accumulable(parameter.grad).square().sum() for parameter in parameters if parameter.grad is not None]
-    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+def gradient_norm(model: nn.Module, mesh: DeviceMesh) -> Tensor:
+    """L2 norm of all gradients, each parameter counted once however it is split, in float32 or better: a scalar.
+
+    Squares are summed per set of axes that parameters are split over; each axis then adds up, in one all-reduce, those
+    sets that it is in. All ranks get the same bits.
+    """
+    sums: dict[tuple[str, ...], Tensor] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            axes = split_axes(parameter.grad)
+            square = _precise(local(parameter.grad)).square().sum()
+            sums[axes] = sums[axes] + square if axes in sums else square
+    # Every rank holds the same parameters up to their splits, so that this order is the same everywhere.
+    for axis in AXES:
+        split = [axes for axes in sums if axis in axes]
+        if split:
+            total = all_reduce(torch.stack([sums[axes] for axes in split]), mesh.get_group(axis))
+            sums |= dict(zip(split, total, strict=True))
+    return torch.stack(list(sums.values())).sum().sqrt()
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, limit: float | None) -> ClipResult:
+def clip_gradients(model: nn.Module, limit: float | None, mesh: DeviceMesh) -> ClipResult:
     """Scale all gradients by min(1, limit / norm); a limit of None scales nothing and still gives the norm.
 
-    Raises NonFiniteGradientError, naming the parameters, before anything was changed.
+    Raises NonFiniteGradientError on every rank, naming parameters and ranks, before anything was changed.
     """
-    parameters = list(model.parameters())
-    norm = gradient_norm(parameters)
+    norm = gradient_norm(model, mesh)
     if not torch.isfinite(norm):
         raise NonFiniteGradientError(_describe(model))
     if limit is None:
         return ClipResult(norm, torch.ones_like(norm))
     factor = (limit / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0)
-    for parameter in parameters:
+    for parameter in model.parameters():
         if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.dtype))
+            gradient = local(parameter.grad)
+            gradient.mul_(factor.to(gradient.dtype))
     return ClipResult(norm, factor)
 
 
-def _accumulable(gradient: Tensor) -> Tensor:
+def _precise(gradient: Tensor) -> Tensor:
     return gradient if gradient.dtype == torch.float64 else gradient.float()
 
 
 def _describe(model: nn.Module) -> str:
+    """Which parameters, on which ranks: every rank asks every other, since only some may hold the bad values."""
     bad = [
         name
         for name, parameter in model.named_parameters()
-        if parameter.grad is not None and not torch.isfinite(parameter.grad).all()
+        if parameter.grad is not None and not torch.isfinite(local(parameter.grad)).all()
     ]
-    shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-    where = f"in {shown}" if bad else "in the sum of squares only (finite, but too large to square)"
+    found: list[list[str]] = [bad]
+    if dist.is_initialized():
+        found = [[]] * dist.get_world_size()
+        dist.all_gather_object(found, bad)
+    lines = [f"rank {rank}: {_shorten(names)}" for rank, names in enumerate(found) if names]
+    where = "; ".join(lines) or "no single element, but the sum of squares is too large"
     return (
-        f"the gradient is not finite {where}; the weights were not updated. Lower optimizer.lr, look at the data of "
+        f"the gradient is not finite ({where}); the weights were not updated. Lower optimizer.lr, look at the data of "
         f"this step, or find the operation with debug=anomaly."
     )
+
+
+def _shorten(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

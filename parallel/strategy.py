@@ -1,42 +1,58 @@
-"""The Lightning strategy: which axis is applied when, and how one optimizer step is carried out. Wiring only.
+"""The Lightning strategy: it hands Lightning's calls to the code of the axes. Wiring only.
 
 Lightning's automatic optimisation calls training_step, then zero_grad, then backward. Here training_step does forward
-and backward of every microbatch of the step, so it zeroes the gradients itself before, and `backward` afterwards only
-runs the hooks: one path, whatever the layout.
+and backward of every microbatch of the step (parallel/step.py), so it zeroes the gradients itself before, and
+`backward` afterwards only runs the hooks: one path, whatever the layout.
 """
 
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from models.decoder import Decoder
 from parallel.checkpoint import load, save
 from parallel.config import Config
 from parallel.layout import Layout
-from parallel.loss import valid_tokens
-from parallel.precision import DTYPES
+from parallel.ranks import Ranks, start_process_group
+from parallel.step import Batch, ParallelModel, forward_backward, make_mesh, parallelize
 
-Batch = dict[str, Tensor]
+
+class Trainable(Protocol):
+    """What the strategy needs of the Lightning module (recipes/module.py)."""
+
+    decoder: Decoder
+    step_metrics: dict[str, Tensor]
+    trainer: Trainer
 
 
 class QuintetStrategy(ModelParallelStrategy):
-    """Trains the module of recipes/module.py under a layout.
+    """Trains a module's decoder under a layout."""
 
-    The module gives `build()`, `token_loss(microbatch, step) -> sum of token losses` and `initialise()`; everything
-    about ranks, microbatches and precision happens here.
-    """
+    is_distributed = True  # Lightning goes by class names; without this, sync_dist and the like silently do nothing.
 
-    is_distributed = True  # Lightning goes by class names; without this, samplers and sync_dist do nothing.
-
-    def __init__(self, config: Config, layout: Layout) -> None:
+    def __init__(self, config: Config, layout: Layout, ranks: Ranks) -> None:
         super().__init__()
-        self.config, self.layout = config, layout
+        self.config, self.layout, self.ranks = config, layout, ranks
+        self.parallel: ParallelModel | None = None
+
+    @property
+    def module(self) -> Trainable:
+        """The Lightning module."""
+        return cast(Trainable, self.lightning_module)
+
+    def setup_environment(self) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        self.set_world_ranks()
+        start_process_group(self.ranks, self.root_device)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -44,53 +60,40 @@ class QuintetStrategy(ModelParallelStrategy):
         with torch.device("meta"):
             yield
 
-    def setup_environment(self) -> None:
-        self.accelerator.setup_device(self.root_device)
-
     def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        module = self.lightning_module
-        module.to(dtype=DTYPES[self.config.precision.master])
-        module.to_empty(device=self.root_device)
-        module.initialise()
+        if self.parallel is None:  # `validate` after `fit` comes here again with the model that was trained
+            mesh = make_mesh(self.config, self.layout, self.root_device.type)
+            self.parallel = parallelize(self.module.decoder, self.config, self.layout, mesh)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
     def training_step(self, batch: Batch, *_: Any) -> Tensor:
-        """Forward and backward of all microbatches; returns the loss per valid token of the whole step."""
-        module = self.lightning_module
+        """Forward and backward of the whole step; returns this data rank's part of the loss."""
+        assert self.parallel is not None
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        tokens = valid_tokens(batch["labels"])
-        loss = torch.zeros((), device=self.root_device, dtype=torch.float64 if self._exact else torch.float32)
-        for microbatch in self.microbatches(batch):
-            part = module.token_loss(microbatch, self._step) / tokens.clamp_min(1)
-            part.backward()
-            loss += part.detach()
-        module.step_metrics = {"loss": loss, "tokens": tokens}
+        loss, tokens = forward_backward(self.parallel, batch, self.module.trainer.global_step)
+        self.module.step_metrics = {"loss": loss, "tokens": tokens}
         return loss
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The gradients are there already; what is left are the hooks of callbacks and precision."""
+        assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
 
-    def microbatches(self, batch: Batch) -> list[Batch]:
-        """This data rank's batch in pieces of data.micro_batch sequences."""
-        size = self.config.data.micro_batch
-        count = batch["tokens"].shape[0] // size
-        return [{key: value[i * size : (i + 1) * size] for key, value in batch.items()} for i in range(count)]
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        save(Path(filepath), self.lightning_module.decoder, self.optimizers, checkpoint)
+        save(Path(filepath), self.module.decoder, self.optimizers, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        optimizers = self.optimizers if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else []
-        state = load(Path(checkpoint_path), self.lightning_module.decoder, optimizers)
+        optimizers = self.optimizers if self.module.trainer.state.fn == TrainerFn.FITTING else []
+        state = load(Path(checkpoint_path), self.module.decoder, optimizers)
         # The loader begins at the first step that is left, so Lightning must not skip batches of it once more.
         state["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"] = dict.fromkeys(
             ("ready", "started", "processed", "completed"), 0
@@ -98,17 +101,42 @@ class QuintetStrategy(ModelParallelStrategy):
         return state
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: `save_checkpoint` takes the tensors from the decoder, sharded as they are."""
+        """Nothing: `save_checkpoint` takes the tensors from the decoder, split as they are."""
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Nothing, as above."""
         return {}
 
-    @property
-    def _step(self) -> int:
-        return self.lightning_module.trainer.global_step
 
-    @property
-    def _exact(self) -> bool:
-        return self.config.precision.master == "float64"
+class RanksEnvironment(ClusterEnvironment):
+    """Tells Lightning who this process is; the processes exist already, whoever started them."""
+
+    creates_processes_externally = True
+    main_address, main_port = "", 0  # the process group is started by parallel/ranks.py, which needs neither from here
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self.ranks.world
+
+    def global_rank(self) -> int:
+        return self.ranks.rank
+
+    def local_rank(self) -> int:
+        return self.ranks.local_rank
+
+    def node_rank(self) -> int:
+        return self.ranks.rank // self.ranks.local_world
+
+    def set_world_size(self, size: int) -> None:
+        assert size == self.ranks.world
+
+    def set_global_rank(self, rank: int) -> None:
+        assert rank == self.ranks.rank

@@ -21,7 +21,8 @@ log = logging.getLogger("quintet")
 class Progress(Callback):
     """A bar with loss, tokens/s and time left on a terminal; a plain line every logging interval elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
         self._bar: Any = None
         self._shown = 0
 
@@ -46,7 +47,7 @@ class Progress(Callback):
         self._task = self._bar.add_task("", total=trainer.max_steps, completed=self._first, loss="...", speed="...")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        row = _metrics(trainer).latest
+        row = self.metrics.latest
         if self._bar is not None:
             fields = {"loss": f"{row['loss']:.4f}", "speed": f"{row['tokens_per_s']:,.0f}"} if row else {}
             self._bar.update(self._task, completed=trainer.global_step, **fields)
@@ -89,14 +90,17 @@ class SampleText(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         if self.tokenizer is None:
             return
+        if trainer.world_size > 1:
+            if trainer.is_global_zero:
+                log.info("no sample: the model is split over ranks; use python -m recipes.generate on this run")
+            return
         tokens = torch.tensor(self.tokenizer.encode([self.prompt])[0].astype("int64"), device=pl_module.device)
         room = pl_module.config.model.max_position_embeddings - len(tokens)
         new = generate(
             pl_module.decoder, tokens.unsqueeze(0), min(self.max_new_tokens, room), temperature=self.temperature
         )
         text = self.tokenizer.decode([*tokens[1:].tolist(), *(int(token) for token in new)])
-        if trainer.is_global_zero:
-            log.info("a sample, continued from %r:\n%s", self.prompt, text)
+        log.info("a sample, continued from %r:\n%s", self.prompt, text)
 
 
 class Checkpoints(Callback):
@@ -135,7 +139,3 @@ class Profile(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._profiler.stop()
-
-
-def _metrics(trainer: Any) -> Metrics:
-    return next(callback for callback in trainer.callbacks if isinstance(callback, Metrics))

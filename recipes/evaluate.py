@@ -36,7 +36,7 @@ def evaluate(composed: DictConfig) -> None:
     with torch.inference_mode():
         for batch in data.val_dataloader():
             on_device = {key: value.to(trained.device) for key, value in batch.items()}
-            sums += batch_sums(trained.decoder, on_device, config.data.document_mask, lengths).cpu()
+            sums += batch_sums(trained.decoder, on_device, config, lengths).cpu()
     print(json.dumps({"checkpoint": str(trained.checkpoint), **means(sums)}, indent=2))
 
 

@@ -96,7 +96,7 @@ class Metrics(Callback):
     TFLOP/s and MFU count the model's operations (models/counts.py), not recomputed ones, with causal attention.
     """
 
-    def __init__(self, config: Config, file: MetricsFile, device: Device | None, ranks: int) -> None:
+    def __init__(self, config: Config, file: MetricsFile | None, device: Device | None, ranks: int) -> None:
         self.config, self.file, self.ranks = config, file, ranks
         self.latest: dict[str, float] = {}
         """The row written last."""
@@ -107,7 +107,8 @@ class Metrics(Callback):
         self._pending: list[tuple[int, float, dict[str, Tensor]]] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.file.rewind(trainer.global_step)
+        if self.file is not None:
+            self.file.rewind(trainer.global_step)
         self._clock = StepClock(pl_module.device)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -128,18 +129,24 @@ class Metrics(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flush(trainer)
 
-    def flush(self, trainer: Trainer) -> None:
+    def flush(self, trainer: Any) -> None:
         """Fetch, write and pass on what is pending: one transfer for all of it."""
         if not self._pending:
             return
-        names = list(self._pending[0][2])
-        values = torch.stack([step[2][name].double() for step in self._pending for name in names]).tolist()
+        # The loss is each data rank's part of it; all that is pending is summed in one reduction. The rest is global.
+        parts = torch.stack([step[2]["loss"].double() for step in self._pending])
+        losses = trainer.strategy.parallel.sum_over_data(parts)
+        names = [name for name in self._pending[0][2] if name != "loss"]
+        others = torch.stack([step[2][name].double() for step in self._pending for name in names])
+        values = torch.cat((losses, others)).tolist()
         rows = []
         for index, ((step, lr, _), seconds) in enumerate(zip(self._pending, self._clock.take(), strict=True)):
-            scalars = dict(zip(names, values[index * len(names) :], strict=False))
+            first = len(losses) + index * len(names)
+            scalars = dict(zip(names, values[first : first + len(names)], strict=True)) | {"loss": values[index]}
             rows.append(self._row(step, lr, seconds, scalars))
         self._pending.clear()
-        self.file.append(rows)
+        if self.file is not None:
+            self.file.append(rows)
         self.latest = rows[-1]
         for logger in trainer.loggers:
             for row in rows:

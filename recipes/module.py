@@ -1,22 +1,18 @@
 """The Lightning module: a decoder, its loss, its optimizer. How it is split over ranks is the strategy's business."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from models.counts import parameter_count
 from models.decoder import Decoder
-from models.dropout import DropoutKey
-from models.initialise import initialise
 from parallel.config import Config
-from parallel.gradients import clip_gradients
+from parallel.step import Batch, ParallelModel, clip
+from parallel.strategy import QuintetStrategy
 from recipes.optimizers import make_optimizer, make_schedule
 from recipes.validation import batch_sums, means
-
-Batch = dict[str, Tensor]
 
 
 class LanguageModel(LightningModule):
@@ -38,21 +34,11 @@ class LanguageModel(LightningModule):
         if not hasattr(self, "decoder"):
             self.decoder = Decoder(self.config.model)
 
-    def initialise(self) -> None:
-        """Give every parameter its initial value."""
-        initialise(self.decoder, self.config.model, self.config.seed)
-        count = sum(parameter.numel() for parameter in self.decoder.parameters())
-        assert count == parameter_count(self.config.model), f"{count} parameters were built, the formula says otherwise"
-
-    def token_loss(self, batch: Batch, step: int) -> Tensor:
-        """Sum of the token losses of a microbatch, with dropout where training."""
-        key = None
-        if self.training and self.config.model.dropout:
-            place = torch.arange(batch["tokens"].shape[1], device=batch["tokens"].device)
-            sample = batch["sample"].unsqueeze(-1).expand(batch["tokens"].shape)
-            key = DropoutKey(self.config.seed, step, sample, place.expand(batch["tokens"].shape))
-        document_ids = batch["document_ids"] if self.config.data.document_mask else None
-        return self.decoder(batch["tokens"], batch["positions"], document_ids, batch["labels"], key)
+    @property
+    def _parallel(self) -> ParallelModel:
+        model = cast(QuintetStrategy, self.trainer.strategy).parallel
+        assert model is not None
+        return model
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         """The strategy's: it alone knows the microbatches of a step and the ranks that share it."""
@@ -63,7 +49,7 @@ class LanguageModel(LightningModule):
 
     def configure_gradient_clipping(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Clip by the norm of the whole model, and keep norm and factor as metrics."""
-        result = clip_gradients(self.decoder, self.config.trainer.gradient_clip)
+        result = clip(self._parallel)
         self.step_metrics |= {"grad_norm": result.norm, "clip_factor": result.factor}
 
     def configure_optimizers(self) -> Any:
@@ -75,7 +61,8 @@ class LanguageModel(LightningModule):
         self._validation = torch.zeros(3, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._validation += batch_sums(self.decoder, batch, self.config.data.document_mask, self.bytes_per_token)
+        self._validation += batch_sums(self.decoder, batch, self.config, self.bytes_per_token)
 
     def on_validation_epoch_end(self) -> None:
-        self.log_dict({f"val/{name}": value for name, value in means(self._validation).items()})
+        sums = self._parallel.sum_over_data(self._validation)
+        self.log_dict({f"val/{name}": value for name, value in means(sums).items()})

@@ -7,6 +7,9 @@ import os
 import platform
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,10 +26,10 @@ log = logging.getLogger("quintet")
 
 
 class RunDirectory:
-    """One run's files. Raises RunError where they cannot be written."""
+    """One run's files. Of the run's processes only the one that `writes` touches them."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, writes: bool = True) -> None:
+        self.path, self.writes = path, writes
         self.checkpoints = path / "checkpoints"
 
     def create(self, config: Config, overrides: list[str]) -> None:
@@ -34,6 +37,8 @@ class RunDirectory:
 
         Raises ConfigError where it holds the finished run of another config, RunError where it cannot be written.
         """
+        if not self.writes:
+            return
         if (self.path / DONE).exists() or (self.path / "config.yaml").exists():
             self._refuse_other_config(config)
         try:
@@ -58,16 +63,30 @@ class RunDirectory:
                 f"runs: choose another run.dir, or give the settings of {self.path}/config.yaml."
             )
 
-    def start_log(self) -> logging.Handler:
-        """Send the program's log to train.log too."""
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Keep the log in train.log while the run lives, and leave FAILED with the reason if it dies."""
+        if not self.writes:
+            yield
+            return
         handler = logging.FileHandler(self.path / "train.log")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        logging.getLogger("quintet").addHandler(handler)
-        return handler
+        log.addHandler(handler)
+        started = time.monotonic()
+        try:
+            yield
+            log.info("done in %.0f s; run directory: %s", time.monotonic() - started, self.path)
+        except BaseException as error:
+            self.fail(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            log.removeHandler(handler)
+            handler.close()
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Leave DONE with a few final numbers."""
-        write_whole(self.path / DONE, json.dumps(summary, indent=2) + "\n")
+        if self.writes:
+            write_whole(self.path / DONE, json.dumps(summary, indent=2) + "\n")
 
     def fail(self, reason: str) -> None:
         """Leave FAILED with the reason; where even that cannot be written, the log line must do."""

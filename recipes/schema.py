@@ -59,17 +59,18 @@ def mutable(frozen: Any) -> Any:
             default = {"default": "???"}
         elif item.default_factory is not dataclasses.MISSING:
             factory = item.default_factory
-            default = {"default_factory": mutable(factory) if dataclasses.is_dataclass(factory) else factory}
+            default = {"default_factory": _mutable_type(factory)}
         fields.append((item.name, _mutable_type(item.type), dataclasses.field(**default)))
-    bases = tuple(mutable(base) for base in frozen.__bases__ if dataclasses.is_dataclass(base))
-    twin = dataclasses.make_dataclass(frozen.__name__, fields, bases=bases)
+    bases = tuple(_mutable_type(base) for base in frozen.__bases__ if dataclasses.is_dataclass(base))
+    twin: Any = dataclasses.make_dataclass(frozen.__name__, fields, bases=bases)
     twin.frozen = frozen
     return twin
 
 
 def _mutable_type(annotation: Any) -> Any:
     if dataclasses.is_dataclass(annotation):
-        return mutable(annotation)
+        kind: Any = annotation
+        return mutable(kind)
     if get_origin(annotation) in (Union, types.UnionType):
         return Union[tuple(_mutable_type(part) for part in get_args(annotation))]  # noqa: UP007 - built at run time
     return annotation

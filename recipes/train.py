@@ -2,26 +2,25 @@
 
 import logging
 import os
-import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from models.config import ConfigError
 from parallel.config import Config
-from parallel.layout import Layout, resolve, world_size
+from parallel.layout import AXES, Layout, resolve, world_size
 from parallel.plan.validate import refuse, validate
-from recipes.command import command
+from recipes.command import RunError, command
 from recipes.schema import to_config
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.loggers import Logger
 
+    from parallel.ranks import Ranks
     from recipes.data.module import Data
     from recipes.metrics import Metrics
     from recipes.run_directory import RunDirectory
@@ -30,70 +29,86 @@ log = logging.getLogger("quintet")
 
 
 def train(composed: DictConfig) -> None:
-    """Check the config, make the run directory, train, and leave DONE or FAILED there."""
+    """Check the config, start the ranks if nobody has, train, and leave DONE or FAILED in the run directory."""
     config = to_config(composed)
-    # torch and Lightning take seconds to import: not before the config is known to be good.
+    # torch and Lightning take seconds to import: not before the config is known to be well formed.
     import torch
 
-    gpus = 0 if config.cluster.device == "cpu" else torch.cuda.device_count()
-    world = world_size(config.cluster, config.parallelism, gpus)
-    refuse(validate(config, world))
-    layout = resolve(config.parallelism, world)
-
+    from parallel.ranks import check_launch, detect, stop_process_group
+    from recipes.launch import error_reported, run_on_ranks
     from recipes.run_directory import RunDirectory
 
-    run = RunDirectory(Path(config.run.dir))
-    run.create(config, list(HydraConfig.get().overrides.task))
-    with recorded(run):
-        run.finish(fit(config, layout, run, on_gpu=gpus > 0))
-    log.info("run directory: %s", run.path)
+    gpus = 0 if config.cluster.device == "cpu" else torch.cuda.device_count()
+    ranks = detect()
+    check_launch(ranks, config.cluster.nodes, config.cluster.devices_per_node)
+    world = world_size(config.cluster, config.parallelism, gpus) if ranks.launcher == "none" else ranks.world
+    refuse(validate(config, world))
+    layout = resolve(config.parallelism, world)
+    overrides = list(HydraConfig.get().overrides.task)
+    if ranks.launcher == "none" and world > 1:
+        if config.cluster.nodes > 1:
+            raise ConfigError(
+                f"cluster.nodes={config.cluster.nodes}: one process cannot start ranks on other nodes. Use torchrun or "
+                f"srun, or write cluster.nodes=1."
+            )
+        try:
+            run_on_ranks("recipes.train", [*overrides, f"run.id={config.run.id}"], world, config.run.id)
+        except RunError as error:
+            # Rank 0 writes the run's files, but it may not be the one that failed.
+            RunDirectory(Path(config.run.dir)).fail(str(error))
+            raise
+        return
+
+    with error_reported(ranks.rank):
+        run = RunDirectory(Path(config.run.dir), writes=ranks.rank == 0)
+        run.create(config, overrides)
+        with run.recorded():
+            run.finish(fit(config, layout, ranks, run, on_gpu=gpus > 0))
+        stop_process_group()
 
 
-def fit(config: Config, layout: Layout, run: "RunDirectory", on_gpu: bool) -> dict[str, Any]:
+def fit(config: Config, layout: Layout, ranks: "Ranks", run: "RunDirectory", on_gpu: bool) -> dict[str, Any]:
     """Train to trainer.max_steps and validate; returns the final numbers."""
     import torch
     from lightning.pytorch import Trainer
 
-    from models.counts import parameter_count
-    from parallel.checkpoint import complete_checkpoints, find
     from parallel.devices import recognise
-    from parallel.strategy import QuintetStrategy
-    from recipes.callbacks import Checkpoints, Profile
+    from parallel.strategy import QuintetStrategy, RanksEnvironment
     from recipes.data.module import Data
     from recipes.metrics import Metrics, MetricsFile
     from recipes.module import LanguageModel
 
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="lightning.pytorch.utilities._pytree")
+    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # what we log is summed over ranks already
     if config.cluster.threads is not None:
         torch.set_num_threads(config.cluster.threads)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-    data = Data(config)
+    data = Data(config, layout.data_rank(ranks.rank), layout.dp)
     data.load()
-    data.save_tokenizer(run.path)
+    if run.writes:
+        data.save_tokenizer(run.path)
     lengths = None if data.tokenizer is None else torch.from_numpy(data.tokenizer.bytes_per_token())
-    module = LanguageModel(config, lengths)
-
     device = recognise(torch.cuda.get_device_name(0)) if on_gpu else None
-    metrics = Metrics(config, MetricsFile(run.path / "metrics.jsonl"), device, layout.world)
-    callbacks = [metrics, *make_callbacks(config, data), Checkpoints(config.checkpoint, run.checkpoints)]
-    if config.debug.profile:
-        callbacks.append(Profile(run.path))
+    file = MetricsFile(run.path / "metrics.jsonl") if run.writes else None
+    metrics = Metrics(config, file, device, layout.world)
+    callbacks = make_callbacks(config, data, metrics, run)
 
     trainer = Trainer(
-        strategy=QuintetStrategy(config, layout),
+        strategy=QuintetStrategy(config, layout, ranks),
+        plugins=[RanksEnvironment(ranks)],
         accelerator="cuda" if on_gpu else "cpu",
-        devices=layout.world // config.cluster.nodes,
-        num_nodes=config.cluster.nodes,
+        devices=ranks.local_world,
+        num_nodes=ranks.world // ranks.local_world,
         max_steps=config.trainer.max_steps,
         max_epochs=-1,
         val_check_interval=config.trainer.val_interval or config.trainer.max_steps,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=1,
         callbacks=callbacks,
-        logger=make_loggers(config, run),
+        logger=make_loggers(config, run) if run.writes else False,
         log_every_n_steps=1,
         deterministic=config.deterministic,
         detect_anomaly=config.debug.detect_anomaly,
@@ -103,27 +118,42 @@ def fit(config: Config, layout: Layout, run: "RunDirectory", on_gpu: bool) -> di
         enable_model_summary=False,
         default_root_dir=run.path,
     )
-    resume = None
-    if config.ckpt == "auto":
-        resume = next(iter(reversed(complete_checkpoints(run.checkpoints))), None)
-    elif config.ckpt != "none":
-        resume = find(Path(config.ckpt))
-
-    log.info(
-        "%s: %s parameters, %s tokens per step, %d steps, %s on %s",
-        config.model.name,
-        f"{parameter_count(config.model):,}",
-        f"{config.data.global_batch * config.data.seq_len:,}",
-        config.trainer.max_steps,
-        config.precision.name,
-        f"{layout.world} GPU{'s' * (layout.world > 1)}" if on_gpu else f"CPU, {torch.get_num_threads()} threads",
-    )
-    if resume is not None:
-        log.info("going on from %s", resume)
+    resume = checkpoint_to_resume(config, run)
+    if run.writes:
+        log.info(describe(config, layout, on_gpu))
+        if resume is not None:
+            log.info("going on from %s", resume)
+    module = LanguageModel(config, lengths)
     trainer.fit(module, datamodule=data, ckpt_path=resume)
     if config.trainer.val_interval and trainer.global_step % config.trainer.val_interval:
         trainer.validate(module, datamodule=data, verbose=False)
     return final_numbers(trainer, metrics)
+
+
+def describe(config: Config, layout: Layout, on_gpu: bool) -> str:
+    """The run in one line."""
+    import torch
+
+    from models.counts import parameter_count
+
+    sizes = [f"{axis} {getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1]
+    split = f" ({', '.join(sizes)}, zero {config.parallelism.zero})" if sizes else ""
+    where = f"{layout.world} GPU{'s' * (layout.world > 1)}" if on_gpu else f"{layout.world} CPU process"
+    where += "" if on_gpu else f"{'es' * (layout.world > 1)} of {torch.get_num_threads()} threads"
+    return (
+        f"{config.model.name}: {parameter_count(config.model):,} parameters, "
+        f"{config.data.global_batch * config.data.seq_len:,} tokens per step, {config.trainer.max_steps} steps, "
+        f"{config.precision.name} on {where}{split}"
+    )
+
+
+def checkpoint_to_resume(config: Config, run: "RunDirectory") -> Path | None:
+    """What `ckpt` means: a path, the newest complete checkpoint of the run directory, or nothing."""
+    from parallel.checkpoint import complete_checkpoints, find
+
+    if config.ckpt == "auto":
+        return next(iter(reversed(complete_checkpoints(run.checkpoints))), None)
+    return None if config.ckpt == "none" else find(Path(config.ckpt))
 
 
 def final_numbers(trainer: "Trainer", metrics: "Metrics") -> dict[str, Any]:
@@ -132,11 +162,15 @@ def final_numbers(trainer: "Trainer", metrics: "Metrics") -> dict[str, Any]:
     return {"steps": trainer.global_step, **metrics.latest, **validation}
 
 
-def make_callbacks(config: Config, data: "Data") -> "list[Callback]":
-    """The callbacks of the config's named nodes."""
+def make_callbacks(config: Config, data: "Data", metrics: "Metrics", run: "RunDirectory") -> "list[Callback]":
+    """Metrics and checkpoints, which every run has, and the config's named nodes between them."""
+    from recipes.callbacks import Checkpoints, Profile
     from recipes.safety import build
 
-    return [build(node, config=config, tokenizer=data.tokenizer) for node in config.callbacks.values() if node]
+    available = {"config": config, "tokenizer": data.tokenizer, "metrics": metrics, "run_dir": run.path}
+    chosen = [build(node, **available) for node in config.callbacks.values() if node]
+    profile = [Profile(run.path)] if config.debug.profile else []
+    return [metrics, *chosen, *profile, Checkpoints(config.checkpoint, run.checkpoints)]
 
 
 def make_loggers(config: Config, run: "RunDirectory") -> "list[Logger]":
@@ -160,22 +194,6 @@ def is_checkpoint_callback(callback: "Callback") -> bool:
     from lightning.pytorch.callbacks import Checkpoint
 
     return isinstance(callback, Checkpoint)
-
-
-@contextmanager
-def recorded(run: "RunDirectory") -> Iterator[None]:
-    """Keep the log in train.log while the run lives, and leave FAILED with the reason if it dies."""
-    handler = run.start_log()
-    started = time.monotonic()
-    try:
-        yield
-        log.info("done in %.0f s", time.monotonic() - started)
-    except BaseException as error:
-        run.fail(f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        log.removeHandler(handler)
-        handler.close()
 
 
 if __name__ == "__main__":

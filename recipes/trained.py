@@ -38,6 +38,7 @@ def load_trained(run: str) -> Trained:
     with torch.device("meta"):
         decoder = Decoder(config.model)
     decoder.to(DTYPES[config.precision.master]).to_empty(device=device)
+    decoder.tie_weights()
     load(checkpoint, decoder, [])
     return Trained(config, decoder.eval(), checkpoint, device)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from models.config import ConfigError
-from parallel.config import Config, DecayShape, MuonConfig, SyntheticData, TokenizerKind
+from parallel.config import Config, DecayShape, MuonConfig, SyntheticData, TokenizerKind, recompute_interval
 from parallel.layout import Layout, resolve
 
 
@@ -33,19 +33,17 @@ def refuse(problems: list[Problem]) -> None:
 
 def validate(config: Config, world: int) -> list[Problem]:
     """All problems of a config in a world of so many ranks; an empty list is a config that can run."""
-    problems = []
-    layout = None
-    for check in (config.model.check, lambda: resolve(config.parallelism, world)):
-        try:
-            layout = check()
-        except ConfigError as error:
-            problems.append(Problem(Severity.error, str(error)))
-    rules = [_unavailable, _sequence, _vocabulary, _data, _optimizer, _scheduler, _trainer]
-    for rule in rules:
-        problems += [Problem(Severity.error, message) for message in rule(config)]
-    if layout is not None:
-        problems += [Problem(Severity.error, message) for message in batch_arithmetic(config, layout)]
-    return problems
+    messages: list[str] = []
+    for rule in (_model, _unavailable, _recompute, _sequence, _vocabulary, _data, _optimizer, _scheduler, _trainer):
+        messages += rule(config)
+    try:
+        layout = resolve(config.parallelism, world)
+    except ConfigError as error:
+        messages.append(str(error))
+    else:
+        for layout_rule in (batch_arithmetic, _tensor_parallel, _zero):
+            messages += layout_rule(config, layout)
+    return [Problem(Severity.error, message) for message in messages]
 
 
 def batch_arithmetic(config: Config, layout: Layout) -> Iterator[str]:
@@ -70,8 +68,68 @@ def batch_arithmetic(config: Config, layout: Layout) -> Iterator[str]:
     )
 
 
+def _tensor_parallel(config: Config, layout: Layout) -> Iterator[str]:
+    parallelism, model, tp = config.parallelism, config.model, layout.tp
+    if tp == 1:
+        for key in ("sequence_parallel", "loss_parallel"):
+            if getattr(parallelism, key):
+                yield f"parallelism.{key}=true needs parallelism.tp above 1. Write parallelism.{key}=false."
+        return
+    heads, key_value_heads = model.num_attention_heads, model.num_key_value_heads
+    legal = [size for size in range(1, heads + 1) if heads % size == 0]
+    if heads % tp:
+        yield (
+            f"parallelism.tp={tp} must divide model.num_attention_heads={heads}, since heads are dealt out whole. "
+            f"Write one of {legal}."
+        )
+    elif key_value_heads % tp and tp % key_value_heads:
+        both = [size for size in legal if key_value_heads % size == 0 or size % key_value_heads == 0]
+        yield (
+            f"parallelism.tp={tp} must divide model.num_key_value_heads={key_value_heads} or be a multiple of it, so "
+            f"that every rank has whole key/value heads or one that is held by several. Write one of {both}."
+        )
+    if parallelism.sequence_parallel and config.data.seq_len % tp:
+        yield (
+            f"data.seq_len={config.data.seq_len} must be a multiple of parallelism.tp={tp} with sequence_parallel. "
+            f"Write data.seq_len={-(-config.data.seq_len // tp) * tp}, or sequence_parallel=false."
+        )
+    if parallelism.zero and layout.dp_shard > 1:
+        for key in ("vocab_size", "intermediate_size"):
+            size = getattr(model, key)
+            if size % tp:
+                yield (
+                    f"model.{key}={size} must be a multiple of parallelism.tp={tp} where parallelism.zero="
+                    f"{parallelism.zero} splits the rows once more. Write model.{key}={-(-size // tp) * tp}, or zero=0."
+                )
+
+
+def _zero(config: Config, layout: Layout) -> Iterator[str]:
+    zero = config.parallelism.zero
+    if zero not in (0, 1, 2, 3):
+        yield f"parallelism.zero={zero} must be 0, 1, 2 or 3."
+    if isinstance(config.optimizer, MuonConfig) and (layout.tp > 1 or (zero > 0 and layout.dp_shard > 1)):
+        yield (
+            f"optimizer=muon works on whole matrices, which parallelism.tp={layout.tp} and zero={zero} split. Write "
+            f"parallelism.tp=1 and parallelism.zero=0, or optimizer=adamw."
+        )
+
+
+def _model(config: Config) -> Iterator[str]:
+    try:
+        config.model.check()
+    except ConfigError as error:
+        yield str(error)
+
+
+def _recompute(config: Config) -> Iterator[str]:
+    try:
+        recompute_interval(config.parallelism.recompute)
+    except ConfigError as error:
+        yield str(error)
+
+
 def _unavailable(config: Config) -> Iterator[str]:
-    for axis in ("pp", "cp", "ep", "etp", "tp", "dp_replicate"):
+    for axis in ("pp", "cp", "ep", "etp"):
         size = getattr(config.parallelism, axis)
         if size > 1:
             yield f"parallelism.{axis}={size}: this version cannot split along {axis} yet. Write parallelism.{axis}=1."

@@ -15,14 +15,13 @@ from recipes.data.windows import PackedWindows, StepOrder, SyntheticWindows, Tra
 class Data(LightningDataModule):
     """Prepared data of a config, cut into the part of one data rank."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, data_rank: int = 0, data_ranks: int = 1) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.data_rank, self.data_ranks = config, data_rank, data_ranks
         self.tokenizer: Tokenizer | None = None
         """None for synthetic data, which has no text."""
         self.first_step = 0
         """Steps already trained; the loader goes on from there."""
-        self.data_rank, self.data_ranks = 0, 1
         self._windows: dict[str, Windows] = {}
 
     def load(self) -> None:
@@ -49,6 +48,21 @@ class Data(LightningDataModule):
         """Leave the tokenizer in the run directory, so that its text can be made again anywhere."""
         if self.tokenizer is not None:
             self.tokenizer.save(run_directory / "tokenizer.json")
+
+    def state_dict(self) -> dict[str, int]:
+        """How far the data has been read: with the seed, all there is to know."""
+        assert self.trainer is not None
+        return {"consumed_samples": self.trainer.global_step * self.config.data.global_batch}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go on after the samples consumed. Raises ConfigError where another global_batch makes that no whole step."""
+        consumed, batch = state_dict["consumed_samples"], self.config.data.global_batch
+        if consumed % batch:
+            raise ConfigError(
+                f"data.global_batch={batch}: the checkpoint has consumed {consumed} samples, not a whole number of "
+                f"steps of {batch}. Write a divisor of {consumed}."
+            )
+        self.first_step = consumed // batch
 
     def train_dataloader(self) -> DataLoader:
         windows = self._windows["train"]

@@ -31,7 +31,7 @@ class Tokenizer:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.vocab_size = backend.get_vocab_size()
-        self.document_mark: int = backend.token_to_id(DOCUMENT_MARK)
+        self.document_mark = backend.get_vocab()[DOCUMENT_MARK]
         self.merges = self.vocab_size - 257
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:

@@ -1,0 +1,228 @@
+"""Tensor and sequence parallelism: column and row splits of every layer, vocabulary splits of embedding and loss.
+
+Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053) and its sequence parallelism (Korthikanti et al., 2022,
+arXiv:2205.05198). Parameters become DTensors over the tp axis, which say where each block belongs; all arithmetic is on
+the local blocks, so that every collective is one that stands here. Per layer these are two all-reduces forward and two
+backward of (batch, seq, hidden), or with sequence parallelism as many pairs of all-gather and reduce-scatter.
+"""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from models.attention import Attention
+from models.decoder import Decoder, DecoderLayer, OutputLayer
+from models.dropout import DropoutKey
+from models.feed_forward import FeedForward
+from models.norm import RMSNorm, rms_norm
+from parallel.collectives import all_reduce, enter_tensor_parallel, leave_tensor_parallel
+from parallel.loss import GatheredVocabulary, VocabularyShard
+from parallel.sharded import local
+
+
+def split_tensors(decoder: Decoder, mesh: DeviceMesh, sequence_parallel: bool, loss_parallel: bool) -> list[str]:
+    """Split a decoder on the meta device over the one-dimensional `mesh`.
+
+    Returns the names of parameters that every rank holds whole but of whose gradient it has only a part; see
+    `sum_partial_gradients`.
+    """
+    axis = _Axis(mesh, sequence_parallel)
+    _split_vocabulary(decoder, axis, loss_parallel)
+    for layer in decoder.model.layers:
+        assert isinstance(layer, DecoderLayer)
+        _split_attention(layer.self_attn, axis)
+        _split_feed_forward(layer.mlp, axis)
+        axis.hold_whole(layer.input_layernorm, partial=sequence_parallel)
+        axis.hold_whole(layer.post_attention_layernorm, partial=sequence_parallel)
+    axis.hold_whole(decoder.model.norm, partial=sequence_parallel)
+    if sequence_parallel:
+        decoder.model.register_forward_pre_hook(axis.cut_dropout_key)
+    partial = set(axis.partial)
+    return [name for name, parameter in decoder.named_parameters() if parameter in partial]
+
+
+@torch.no_grad()
+def sum_partial_gradients(model: nn.Module, names: list[str], group: ProcessGroup) -> None:
+    """Complete the gradients of parameters that tp ranks hold whole, in one packed all-reduce per step."""
+    if not names:
+        return
+    parameters = dict(model.named_parameters())
+    gradients = [local(gradient) for name in names if (gradient := parameters[name].grad) is not None]
+    summed = all_reduce(torch.cat([gradient.flatten() for gradient in gradients]), group)
+    for gradient, piece in zip(gradients, summed.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(piece.view_as(gradient))
+
+
+class _Axis:
+    """The tp axis while a decoder is being split over it."""
+
+    def __init__(self, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+        self.mesh, self.sequence = mesh, sequence_parallel
+        self.group: ProcessGroup = mesh.get_group()
+        self.ranks, self.rank = mesh.size(), mesh.get_local_rank()
+        self.partial: list[nn.Parameter] = []
+
+    def place(self, module: nn.Module, kind: type, name: str, placement: Placement, partial: bool = False) -> None:
+        """Replace a parameter by its block on this rank, and the module's class by one that works on blocks."""
+        whole = module._parameters[name]
+        if whole is None:
+            return
+        shape = list(whole.shape)
+        if isinstance(placement, Shard):
+            shape[placement.dim] = len(whole_range(whole.shape[placement.dim], self.ranks, self.rank))
+        block = torch.empty(shape, dtype=whole.dtype, device=whole.device)
+        tensor = DTensor.from_local(
+            block, self.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        parameter = nn.Parameter(tensor)
+        module._parameters[name] = parameter
+        module.__class__ = kind
+        if partial:
+            self.partial.append(parameter)
+
+    def hold_whole(self, norm: RMSNorm | None, partial: bool) -> None:
+        """Every rank holds the norm; its gradient is partial where each rank sees other tokens or heads."""
+        if norm is not None:
+            self.place(norm, _Norm, "weight", Replicate(), partial)
+
+    def enter_before(self, module: nn.Module) -> None:
+        """The module's input is taken from all ranks to each rank's own part of the weights."""
+        module.register_forward_pre_hook(lambda _, args: (self.enter(args[0]), *args[1:]))
+
+    def enter(self, x: Tensor) -> Tensor:
+        return enter_tensor_parallel(x, self.group, self.sequence)
+
+    def leave(self, x: Tensor) -> Tensor:
+        return leave_tensor_parallel(x, self.group, self.sequence)
+
+    def cut_dropout_key(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Between blocks a rank holds its piece of the sequence, so its dropout masks are those of that piece."""
+        tokens, positions, document_ids, key, caches = args
+        return tokens, positions, document_ids, None if key is None else self._cut(key), caches
+
+    def _cut(self, key: DropoutKey) -> DropoutKey:
+        piece = key.position.shape[1] // self.ranks
+        mine = slice(self.rank * piece, (self.rank + 1) * piece)
+        return replace(key, sample=key.sample[:, mine], position=key.position[:, mine])
+
+
+def whole_range(size: int, ranks: int, rank: int) -> range:
+    """Which indices of a dimension a rank holds: equal pieces of ceil(size / ranks), the last ones shorter or empty."""
+    piece = -(-size // ranks)
+    return range(min(rank * piece, size), min((rank + 1) * piece, size))
+
+
+def _split_columns(linear: nn.Linear, axis: _Axis) -> None:
+    """Each rank makes its own outputs."""
+    axis.place(linear, _Linear, "weight", Shard(0))
+    axis.place(linear, _Linear, "bias", Shard(0))
+
+
+def _split_rows(linear: nn.Linear, axis: _Axis) -> None:
+    """Each rank has its own inputs; the ranks' results are summed, and the bias is added once, afterwards."""
+    axis.place(linear, _RowLinear, "weight", Shard(1))
+    axis.place(linear, _RowLinear, "bias", Replicate(), partial=axis.sequence)
+    cast(_RowLinear, linear).leave = axis.leave
+
+
+def _split_attention(attention: Attention, axis: _Axis) -> None:
+    """Heads are dealt out. With fewer key/value heads than ranks, each rank holds all of them and uses one."""
+    _split_columns(attention.q_proj, axis)
+    heads = attention.k_proj.out_features // attention.head_dim
+    for linear in (attention.k_proj, attention.v_proj):
+        if heads % axis.ranks == 0:
+            _split_columns(linear, axis)
+        else:
+            axis.place(linear, _OneHeadLinear, "weight", Replicate(), partial=True)
+            axis.place(linear, _OneHeadLinear, "bias", Replicate(), partial=True)
+            first = axis.rank * heads // axis.ranks * attention.head_dim
+            cast(_OneHeadLinear, linear).rows = slice(first, first + attention.head_dim)
+    _split_rows(attention.o_proj, axis)
+    axis.hold_whole(attention.q_norm, partial=True)
+    axis.hold_whole(attention.k_norm, partial=True)
+    axis.enter_before(attention)
+
+
+def _split_feed_forward(feed_forward: FeedForward, axis: _Axis) -> None:
+    _split_columns(feed_forward.gate_proj, axis)
+    _split_columns(feed_forward.up_proj, axis)
+    _split_rows(feed_forward.down_proj, axis)
+    axis.enter_before(feed_forward)
+
+
+def _split_vocabulary(decoder: Decoder, axis: _Axis, loss_parallel: bool) -> None:
+    """Rows of embedding and output weight are dealt out; a tied weight stays one."""
+    embedding, head = decoder.model.embed_tokens, decoder.lm_head
+    tied = head.weight is embedding.weight
+    axis.place(embedding, _Embedding, "weight", Shard(0))
+    axis.place(head, _OutputLayer, "weight", Shard(0))
+    if tied:
+        head._parameters["weight"] = embedding._parameters["weight"]
+    rows = whole_range(embedding.num_embeddings, axis.ranks, axis.rank)
+    block = cast(_Embedding, embedding)
+    block.first_row, block.leave = rows.start, axis.leave
+    kind = VocabularyShard if loss_parallel else GatheredVocabulary
+    head.vocabulary = kind(axis.group, embedding.num_embeddings)
+    axis.enter_before(head)
+
+
+# Each class below computes as its base does, on this rank's blocks of the DTensors.
+
+
+class _Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, local(self.weight), _local_bias(self))
+
+
+class _RowLinear(nn.Linear):
+    leave: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.leave(F.linear(x, local(self.weight)))
+        bias = _local_bias(self)
+        return y if bias is None else y + bias
+
+
+class _OneHeadLinear(nn.Linear):
+    """A key or value projection held whole, of which this rank uses the rows of one head."""
+
+    rows: slice
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = _local_bias(self)
+        return F.linear(x, local(self.weight)[self.rows], None if bias is None else bias[self.rows])
+
+
+class _Norm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, local(self.weight), self.eps)
+
+
+class _OutputLayer(OutputLayer):
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.output(x, local(self.weight), labels)
+
+
+class _Embedding(nn.Embedding):
+    first_row: int
+    leave: Any
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = local(self.weight)
+        row = tokens - self.first_row
+        here = (row >= 0) & (row < len(weight))
+        if len(weight):  # row 0 stands in for the rows of other ranks
+            found = F.embedding(row.where(here, 0), weight).where(here.unsqueeze(-1), 0.0)
+        else:
+            found = weight.new_zeros((*tokens.shape, weight.shape[1]))
+        return self.leave(found)
+
+
+def _local_bias(linear: nn.Linear) -> Tensor | None:
+    return None if linear.bias is None else local(linear.bias)

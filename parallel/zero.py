@@ -1,0 +1,57 @@
+"""Data parallelism and ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054) on FSDP2's `fully_shard`: one knob.
+
+    zero=3  parameters are gathered for each forward and backward and freed again; gradients as with zero=2
+    zero=2  parameters are gathered once a step and kept; gradients reduce-scatter per microbatch
+    zero=1  parameters likewise; gradients stay whole and reduce-scatter once a step; the optimizer state is split
+    zero=0  nothing is split: the same with shards of one rank, replicated over all data ranks
+
+The paper's stages 1 and 2 keep parameters whole for good; here every stage holds master weights in shards and gathers
+them at the first use in a step, which costs one all-gather a step and saves their memory between steps. Gradients are
+summed in `precision.reduce`, never averaged: FSDP2's own division is off.
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from models.decoder import Decoder
+from parallel.config import ParallelismConfig, PrecisionConfig
+from parallel.layout import Layout
+from parallel.precision import DTYPES
+
+
+def mesh_layout(layout: Layout, zero: int) -> Layout:
+    """The grid that the mesh is built from: with zero=0 every data rank is a replica and a shard is one rank."""
+    if zero > 0:
+        return layout
+    return Layout(layout.pp, layout.dp, 1, layout.cp, layout.tp, layout.ep, layout.etp)
+
+
+def shard(decoder: Decoder, mesh: DeviceMesh, parallelism: ParallelismConfig, precision: PrecisionConfig) -> None:
+    """Split a decoder's parameters over the (dp_replicate, dp_shard) mesh: a group per layer, and ends of their own."""
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision.compute], reduce_dtype=DTYPES[precision.reduce])
+    keep = parallelism.zero < 3
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": not keep}
+    for layer in decoder.model.layers:
+        fully_shard(layer, **options)
+    if not decoder.config.tie_word_embeddings:
+        fully_shard(decoder.model.embed_tokens, **options)
+        # Used last in the forward and first in the backward pass: freeing it between would only gather it again.
+        fully_shard([decoder.model.norm, decoder.lm_head], **options | {"reshard_after_forward": False})
+    fully_shard(decoder, **options)
+    for module in _groups(decoder):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo and NCCL alike: a plain sum
+
+
+def before_microbatch(decoder: nn.Module, zero: int, last: bool) -> None:
+    """Tell FSDP2 what the backward pass that comes next does with gradients and gathered parameters."""
+    if isinstance(decoder, FSDPModule):
+        decoder.set_requires_gradient_sync(last or zero >= 2)
+        decoder.set_reshard_after_backward(last or zero == 3)
+
+
+def _groups(decoder: nn.Module) -> list[FSDPModule]:
+    return [module for module in decoder.modules() if isinstance(module, FSDPModule)]

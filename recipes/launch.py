@@ -1,0 +1,132 @@
+"""Start the processes of a run on this machine, one per rank, and see to it that they end together."""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from models.config import ConfigError
+from parallel.ranks import STORE_VARIABLE
+from recipes.command import RunError
+
+ERROR_VARIABLE = "QUINTET_ERROR_FILE"
+"""Where a process that our launcher started leaves why it failed."""
+_GRACE_S = 3.0  # between asking the others to end and ending them
+
+
+def run_on_ranks(module: str, overrides: list[str], world: int, run_id: str) -> None:
+    """Run `python -m module overrides` as `world` processes and wait for them.
+
+    The children get the overrides of this one job, never --multirun, so that they do not repeat a sweep. If one fails
+    the others are ended, and RunError (or ConfigError, if it refused its config) says which rank it was, with its own
+    traceback. An interrupt ends them all. Every process dies with this one.
+    """
+    with tempfile.TemporaryDirectory(prefix="quintet-") as folder:
+        ranks = [_start(module, overrides, rank, world, run_id, Path(folder)) for rank in range(world)]
+        try:
+            first = _wait_for_failure(ranks)
+        finally:
+            _end(ranks)
+        if first is not None:
+            _raise(first, ranks[first].returncode, Path(folder))
+
+
+def _start(
+    module: str, overrides: list[str], rank: int, world: int, run_id: str, folder: Path
+) -> subprocess.Popen[bytes]:
+    environment = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "QUINTET_RUN_ID": run_id,
+        STORE_VARIABLE: str(folder / "store"),
+        ERROR_VARIABLE: str(folder / f"error-{rank}.json"),
+        # Ranks share the processors; more threads than processors only get in each other's way.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // world, 1))),
+    }
+    output = None if rank == 0 else (folder / f"output-{rank}").open("wb")
+    # A session of its own keeps the terminal's Ctrl-C from the children: this process passes it on in order.
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *overrides],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=None if output is None else subprocess.STDOUT,
+        preexec_fn=_die_with_parent,
+        process_group=0,
+    )
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _wait_for_failure(ranks: list[subprocess.Popen[bytes]]) -> int | None:
+    """Wait until all have ended well, or one has not: its rank."""
+    while True:
+        codes = [process.poll() for process in ranks]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            return failed[0]
+        if all(code == 0 for code in codes):
+            return None
+        time.sleep(0.05)
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in ranks:
+            if process.poll() is None:
+                process.send_signal(number)
+        deadline = time.monotonic() + _GRACE_S
+        for process in ranks:
+            try:
+                process.wait(max(deadline - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def _raise(rank: int, code: int, folder: Path) -> None:
+    """Report the rank that failed first: others may fail after it only because it is gone."""
+    errors = [json.loads(path.read_text()) for path in folder.glob("error-*.json")]
+    if errors:
+        error = min(errors, key=lambda error: error["time"])
+        kind = ConfigError if error["refused"] else RunError
+        raise kind(error["message"] if error["refused"] else f"rank {error['rank']} failed:\n{error['message']}")
+    output = folder / f"output-{rank}"
+    said = output.read_text(errors="replace")[-4000:] if output.exists() else ""
+    reason = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    raise RunError(f"rank {rank} {reason}.\n{said}".rstrip())
+
+
+@contextmanager
+def error_reported(rank: int) -> Iterator[None]:
+    """In a process that our launcher started: leave an exception where the launcher finds it, and end quietly."""
+    if ERROR_VARIABLE not in os.environ:
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        user_fault = isinstance(error, ConfigError | RunError)
+        report = {
+            "time": time.time(),
+            "rank": rank,
+            "refused": isinstance(error, ConfigError),
+            "message": str(error) if user_fault else "".join(traceback.format_exception(error)),
+        }
+        Path(os.environ[ERROR_VARIABLE]).write_text(json.dumps(report))
+        # Not sys.exit: a collective that waits for other ranks in a destructor must not keep this one alive.
+        sys.stderr.flush()
+        os._exit(2 if isinstance(error, ConfigError) else 1)
