@@ -1,24 +1,54 @@
 """How many parameters and floating-point operations a decoder has, by formula."""
 
+import math
+
 from models.config import ModelConfig
+
+
+def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of one decoder layer, under its name within the layer."""
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    query, key_value = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    linears = {
+        "self_attn.q_proj": ((query, hidden), config.attention_bias),
+        "self_attn.k_proj": ((key_value, hidden), config.attention_bias),
+        "self_attn.v_proj": ((key_value, hidden), config.attention_bias),
+        "self_attn.o_proj": ((hidden, query), config.attention_output_bias),
+        "mlp.gate_proj": ((inner, hidden), config.mlp_bias),
+        "mlp.up_proj": ((inner, hidden), config.mlp_bias),
+        "mlp.down_proj": ((hidden, inner), config.mlp_bias),
+    }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if config.qk_norm:
+        norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size,) for name, size in norms.items()}
+    for name, (shape, bias) in linears.items():
+        shapes[f"{name}.weight"] = shape
+        if bias:
+            shapes[f"{name}.bias"] = shape[:1]
+    return shapes
+
+
+def end_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter outside the layers; a tied output weight is the embedding's."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
+        "model.norm.weight": (config.hidden_size,),
+    }
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    return shapes
 
 
 def parameters_per_layer(config: ModelConfig) -> int:
     """Parameters of one decoder layer."""
-    hidden, head_dim = config.hidden_size, config.head_dim
-    query, key_value = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    attention = hidden * (query + 2 * key_value) + query * hidden
-    attention += (query + 2 * key_value) * config.attention_bias + hidden * config.attention_output_bias
-    attention += 2 * head_dim * config.qk_norm
-    feed_forward = 3 * hidden * config.intermediate_size
-    feed_forward += (2 * config.intermediate_size + hidden) * config.mlp_bias
-    return attention + feed_forward + 2 * hidden
+    return sum(math.prod(shape) for shape in layer_shapes(config).values())
 
 
 def parameter_count(config: ModelConfig) -> int:
     """Parameters of the whole decoder; a tied embedding counts once."""
-    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    return embeddings + config.num_hidden_layers * parameters_per_layer(config) + config.hidden_size
+    ends = sum(math.prod(shape) for shape in end_shapes(config).values())
+    return ends + config.num_hidden_layers * parameters_per_layer(config)
 
 
 def attended_pairs(config: ModelConfig, seq_len: int, causal: bool) -> int:

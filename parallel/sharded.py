@@ -3,12 +3,17 @@
 A parameter that is not split is an ordinary tensor and all of this is the identity for it.
 """
 
+import logging
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from models.random import fill_normal
+
+# Gathering over two axes in turn is slower than over one; `whole` is for looking at values, not for training.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def local(x: Tensor) -> Tensor:

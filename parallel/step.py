@@ -60,7 +60,9 @@ def parallelize(decoder: Decoder, config: Config, layout: Layout, mesh: DeviceMe
         model.partial = split_tensors(decoder, mesh["tp"], parallelism.sequence_parallel, parallelism.loss_parallel)
     apply_recompute(decoder, parallelism.recompute)
     if layout.dp > 1 or precision.compute != precision.master:
-        shard(decoder, mesh["dp_replicate", "dp_shard"], parallelism, precision)
+        # An axis of one rank would still cost FSDP2 a collective.
+        axes = ("dp_replicate", "dp_shard") if mesh.size(AXES.index("dp_replicate")) > 1 else ("dp_shard",)
+        shard(decoder, mesh[axes], parallelism, precision)
     decoder.to_empty(device=mesh.device_type)
     decoder.tie_weights()
     initialise(decoder, config.model, config.seed, fill_block)

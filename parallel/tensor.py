@@ -219,8 +219,8 @@ class _Embedding(nn.Embedding):
         here = (row >= 0) & (row < len(weight))
         if len(weight):  # row 0 stands in for the rows of other ranks
             found = F.embedding(row.where(here, 0), weight).where(here.unsqueeze(-1), 0.0)
-        else:
-            found = weight.new_zeros((*tokens.shape, weight.shape[1]))
+        else:  # nothing to look up, but the backward pass must come by here as it does on the other ranks
+            found = weight.new_zeros((*tokens.shape, weight.shape[1])) + weight.sum()
         return self.leave(found)
 
 

@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from models.generate import generate
 from parallel.checkpoint import checkpoint_name, retain
 from parallel.config import CheckpointConfig
+from parallel.sharded import whole
+from parallel.tensor_file import Entry, write_tensors
 from recipes.data.tokenizer import Tokenizer
 from recipes.metrics import Metrics
 
@@ -118,6 +121,27 @@ class Checkpoints(Callback):
             self._saved = step
             if trainer.is_global_zero:
                 retain(self.folder, self.config.keep)
+
+
+class Gradients(Callback):
+    """Writes every parameter's gradient (before clipping) and value at given steps, whole, from any layout.
+
+    gradients-step{n}.safetensors holds `gradient/<name>` and `value/<name>` (the value before the update of step n).
+    """
+
+    def __init__(self, run_dir: Path, steps: list[int]) -> None:
+        self.run_dir, self.steps = run_dir, steps
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        step = trainer.global_step + 1
+        if step not in self.steps:
+            return
+        entries: list[Entry] = []
+        for name, parameter in pl_module.decoder.named_parameters():
+            shape, dtype = tuple(parameter.shape), parameter.dtype
+            entries.append((f"gradient/{name}", shape, dtype, partial(whole, parameter.grad)))
+            entries.append((f"value/{name}", shape, dtype, partial(whole, parameter.detach())))
+        write_tensors(self.run_dir / f"gradients-step{step}.safetensors", entries, trainer.is_global_zero)
 
 
 class Profile(Callback):

@@ -21,20 +21,21 @@ def wandb_logger(
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
 
-    settings = wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True)
-    return WandbLogger(
-        save_dir=run_dir,
+    run = wandb.init(
+        dir=run_dir,
         id=run_id,
         name=run_id,
-        offline=offline,
+        resume="allow",
+        mode="offline" if offline else "online",
         project=project,
         entity=entity,
         group=group or config["config"]["recipe"]["name"],
         job_type="pretrain",
         tags=tags,
         config=config,
-        settings=settings,
+        settings=wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True),
     )
+    return WandbLogger(experiment=run)
 
 
 def csv_logger(run_dir: Path, run_id: str, config: dict[str, Any]) -> CSVLogger:

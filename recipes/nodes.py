@@ -3,7 +3,7 @@
 A node of the user's own needs no schema: `+callbacks.mine._target_=recipes.callbacks.Mine`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -21,6 +21,15 @@ class SampleText:
     prompt: str = "def "
     max_new_tokens: int = 200
     temperature: float = 0.8
+
+
+@dataclass
+class Gradients:
+    """gradients-step{n}.safetensors in the run directory: every gradient and value, whole, for `recipes.compare`."""
+
+    _target_: str = "recipes.callbacks.Gradients"
+    steps: list[int] = field(default_factory=lambda: [1, 2, 3])
+    """Optimizer steps, counted from 1."""
 
 
 @dataclass
@@ -42,5 +51,5 @@ class Csv:
     _target_: str = "recipes.loggers.csv_logger"
 
 
-CALLBACKS: dict[str, type] = {"progress": Progress, "sample_text": SampleText}
+CALLBACKS: dict[str, type] = {"progress": Progress, "sample_text": SampleText, "gradients": Gradients}
 LOGGERS: dict[str, type] = {"wandb": Wandb, "csv": Csv}

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from models.config import ConfigError
 from recipes import safety
-from recipes.callbacks import Progress
+from recipes.callbacks import SampleText
 from recipes.run_directory import plain
 from recipes.schema import read_config, to_config
 from tests.small import composed, config
@@ -58,6 +58,13 @@ def _from_run_directory(tree: dict[str, Any], folder: Path) -> None:
     read_config(folder / "config.yaml")
 
 
+HIDDEN: list[dict[str, Any]] = [
+    {"a": {"b": [1, [{"_target_": "os.system"}]]}},
+    {"_target_": ["os.system"]},
+    {"_target_": {"a": 1}},
+    {"_target_": 3},
+    {"_target_": None},
+]
 WAYS = pytest.mark.parametrize("way", [_from_command_line, _from_run_directory], ids=["composed", "read"])
 
 
@@ -71,7 +78,7 @@ def test_given_a_target_that_is_not_ours_when_checked_then_it_is_refused(
 
 
 @WAYS
-@pytest.mark.parametrize("hidden", [{"a": {"b": [1, [{"_target_": "os.system"}]]}}, {"_target_": ["os.system"]}, {"_target_": {"a": 1}}, {"_target_": 3}, {"_target_": None}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("hidden", HIDDEN, ids=str)
 def test_given_a_target_hidden_deeper_or_of_another_type_when_checked_then_it_is_refused(
     tmp_path: Path, way: Callable[..., None], hidden: dict[str, Any]
 ) -> None:
@@ -127,9 +134,10 @@ def test_given_ordinary_words_when_checked_then_nothing_is_taken_for_a_secret() 
 
 
 def test_given_a_checked_node_when_built_then_it_gets_what_it_takes_and_its_own_keys_win() -> None:
-    assert isinstance(safety.build({"_target_": "recipes.callbacks.Progress"}, unknown=3), Progress)
     node = {"_target_": "recipes.callbacks.SampleText", "prompt": "p", "max_new_tokens": 1, "temperature": 0.5}
-    assert safety.build(node, prompt="other", tokenizer=None).prompt == "p"
+    made = safety.build(node, prompt="other", tokenizer=None, unknown=3)
+    assert isinstance(made, SampleText)
+    assert (made.prompt, made.max_new_tokens, made.tokenizer) == ("p", 1, None)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +145,7 @@ def test_given_a_checked_node_when_built_then_it_gets_what_it_takes_and_its_own_
     [
         {"_target_": "recipes.nope.Nope"},
         {"_target_": "recipes.callbacks.Nope"},
-        {"_target_": "recipes.callbacks.Progress", "unknown": 3},
+        {"_target_": "recipes.loggers.csv_logger", "unknown": 3},
         {"_target_": "recipes.callbacks.Checkpoints"},
         {"prompt": "a node without a target"},
     ],

@@ -1,5 +1,6 @@
 """The learning rate over the run at points worked out by hand, and which parameters decay."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -43,7 +44,7 @@ def test_given_no_warm_up_when_started_then_the_first_step_has_the_peak() -> Non
 
 
 def test_given_groups_of_other_peaks_when_scheduled_then_each_keeps_its_own() -> None:
-    made = config(*BASE, "optimizer=muon", "scheduler=linear")
+    made = config(*BASE, "optimizer=muon", "optimizer.lr=0.02", "scheduler=linear")
     optimizer = make_optimizer(made.optimizer, Decoder(SMALL))
     schedule = make_schedule(made, optimizer)
     peaks = [0.02, *[3e-4] * (len(optimizer.param_groups) - 1)]
@@ -81,7 +82,7 @@ def test_given_muon_when_its_state_is_loaded_into_another_then_both_go_on_alike(
     second = Decoder(SMALL)
     second.load_state_dict(first.state_dict())
     two = make_optimizer(made, second)
-    two.load_state_dict(one.state_dict())
+    two.load_state_dict(copy.deepcopy(one.state_dict()))
     for decoder, optimizer in ((first, one), (second, two)):
         step(decoder, optimizer)
     for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):

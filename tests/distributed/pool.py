@@ -1,0 +1,90 @@
+"""A pool of gloo workers, started once per session: importing torch in eight processes takes longer than a case."""
+
+import importlib
+import multiprocessing
+import os
+import tempfile
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT_S = 60
+
+
+class CaseError(AssertionError):
+    """A rank of a case raised; the message is its traceback."""
+
+
+class Pool:
+    """Runs `function(*arguments)` on the first `world` workers, each in a fresh process group of them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, world: int, function: str, *arguments: Any) -> list[Any]:
+        """The results of all ranks. `function` is "module:name". A rank that raises or hangs ends all workers."""
+        assert world <= self.size
+        if not self._workers:
+            self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = self._workers[:world]
+            for rank, (_, pipe) in enumerate(ranks):
+                pipe.send((rank, world, str(Path(folder, "store")), function, arguments))
+            results: dict[int, Any] = {}
+            pipes = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
+            while len(results) < world:
+                ready = wait([pipe for pipe in pipes if pipes[pipe] not in results], timeout=TIMEOUT_S)
+                if not ready:
+                    self.close()
+                    raise CaseError(f"ranks {sorted(set(range(world)) - set(results))} did not end in {TIMEOUT_S} s")
+                for pipe in ready:
+                    failed, value = pipe.recv()
+                    if failed:
+                        self.close()
+                        raise CaseError(f"rank {pipes[pipe]}:\n{value}")
+                    results[pipes[pipe]] = value
+        return [results[rank] for rank in range(world)]
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for _ in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(there,), daemon=True)
+            process.start()
+            self._workers.append((process, here))
+
+    def close(self) -> None:
+        """End the workers; the next run starts others."""
+        for process, _ in self._workers:
+            process.kill()
+        for process, _ in self._workers:
+            process.join()
+        self._workers = []
+
+
+def _work(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    while True:
+        rank, world, store, function, arguments = pipe.recv()
+        try:
+            module, _, name = function.partition(":")
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, world),
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=TIMEOUT_S),
+            )
+            result = getattr(importlib.import_module(module), name)(*arguments)
+            dist.destroy_process_group()
+        except BaseException:
+            pipe.send((True, traceback.format_exc()))
+        else:
+            pipe.send((False, result))

@@ -1,0 +1,70 @@
+"""A suite that cannot fail proves nothing: each planted fault must break the parity that the ladder asks for."""
+
+from typing import Any
+
+import pytest
+
+from parallel.config import MaskPattern
+from tests.distributed.cases import disagreeing_replicas, make_config, reference, worst_error
+from tests.distributed.faults import FAULTS
+from tests.distributed.pool import Pool
+
+TP: dict[str, Any] = {"world": 2, "tp": 2}
+SP: dict[str, Any] = TP | {"sequence_parallel": True, "loss_parallel": True}
+DP: dict[str, Any] = {"world": 2, "zero": 2}
+BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
+
+WHERE: dict[str, dict[str, Any]] = {
+    "row_results_are_not_summed": TP,
+    "input_gradients_are_not_summed": TP,
+    "input_gradients_are_averaged": SP,
+    "output_gradients_are_summed_again": TP,
+    "partial_gradients_are_not_summed": SP,
+    "norm_gradients_are_taken_for_whole": TP | {"model": {"qk_norm": True}},
+    "whole_gradients_are_summed_as_if_partial": TP,
+    "every_rank_adds_the_row_bias": TP | {"model": BIASES},
+    "all_ranks_use_the_first_key_value_head": {"world": 4, "tp": 4, "model": {"num_key_value_heads": 2}},
+    "vocabulary_normaliser_is_local": SP,
+    "vocabulary_maximum_is_local": SP,
+    "labels_are_looked_up_a_row_too_far": SP,
+    "loss_is_a_mean_per_rank": DP | {"data": {"mask": MaskPattern.uneven}},
+    "loss_is_a_mean_per_microbatch": DP,
+    "gradients_are_averaged_over_data_ranks": DP,
+    "replicas_are_left_out_of_the_sum": {"world": 2, "zero": 0},
+    "only_the_last_microbatch_counts": DP,
+    "seed_depends_on_the_rank": DP,
+    "blocks_are_initialised_as_if_whole": TP,
+    "all_data_ranks_read_the_same": DP,
+    "tensor_ranks_read_different_data": {"world": 4, "tp": 2},
+    "norm_is_local": DP,
+    "norm_counts_replicated_parameters_again": TP,
+    "dropout_masks_restart_in_every_piece": SP | {"model": {"dropout": 0.2}},
+    "dropout_sees_samples_by_their_local_number": DP | {"model": {"dropout": 0.2}},
+    "recomputation_sees_other_keys": TP | {"recompute": "selective:attention"},
+}
+
+
+def test_every_fault_has_a_place() -> None:
+    assert WHERE.keys() == FAULTS.keys()
+
+
+@pytest.mark.parametrize("name", WHERE)
+def test_fault_is_caught(pool: Pool, name: str) -> None:
+    layout = dict(WHERE[name])
+    world = layout.pop("world")
+    config = make_config(**layout)
+    traces = pool.run(world, "tests.distributed.cases:train", config, 3, name)
+    error, where = worst_error(reference(pool, config), traces[0])
+    torn = disagreeing_replicas(traces)
+    print(f"{name}: error {error:.1e} ({where}){', replicas differ' if torn else ''}")
+    assert error > 1e-6 or torn
+
+
+@pytest.mark.parametrize("name", WHERE)
+def test_the_same_run_without_the_fault_passes(pool: Pool, name: str) -> None:
+    layout = dict(WHERE[name])
+    world = layout.pop("world")
+    config = make_config(**layout)
+    traces = pool.run(world, "tests.distributed.cases:train", config)
+    assert worst_error(reference(pool, config), traces[0])[0] < 1e-9
+    assert disagreeing_replicas(traces) == []

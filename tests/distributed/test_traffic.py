@@ -1,0 +1,103 @@
+"""The bytes that a real step hands to its collectives are those of the formulas."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel.layout import resolve
+from parallel.plan.traffic import is_partial, ring_bytes, split_dim, traffic
+from parallel.sharded import split_axes
+from parallel.step import forward_backward
+from tests.distributed.cases import build, make_config
+from tests.distributed.pool import Pool
+
+OPERATIONS = {
+    "c10d::allreduce_": "all_reduce",
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+}
+
+
+class Ledger(TorchDispatchMode):
+    """Adds up calls and bytes sent of every collective, by axis and operation."""
+
+    def __init__(self, axes: dict[str, str]) -> None:
+        super().__init__()
+        self.axes = axes
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.sent: Counter[tuple[str, str]] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operation = OPERATIONS.get(function.name())
+        if function.name().startswith("c10d::") and not function.name().endswith("barrier"):
+            assert operation is not None, f"a collective that nobody counts: {function.name()}"
+            group = next(arg for arg in args if "ProcessGroup" in str(type(arg)) or "ProcessGroup" in str(arg))
+            ranks = dist.ProcessGroup.unbox(group)
+            if ranks.size() > 1:
+                tensors = [arg for arg in torch.utils._pytree.tree_leaves(args) if isinstance(arg, torch.Tensor)]
+                size = max(tensor.numel() * tensor.element_size() for tensor in tensors)
+                key = (self.axes[ranks.group_name], operation)
+                self.calls[key] += 1
+                self.sent[key] += ring_bytes(operation, size, ranks.size())
+        return function(*args, **(kwargs or {}))
+
+
+def count(config: Any) -> dict[tuple[str, str], tuple[int, int]]:
+    """Calls and bytes of one step on this rank."""
+    model, batches = build(config)
+    axes = {model.mesh.get_group(axis).group_name: axis for axis in model.mesh.mesh_dim_names}
+    with Ledger(axes) as ledger:
+        forward_backward(model, batches[0], 0)
+    return {key: (ledger.calls[key], ledger.sent[key]) for key in ledger.calls}
+
+
+def placements(config: Any) -> dict[str, Any]:
+    """How each parameter is split over tp, and which gradients are partial."""
+    model, _ = build(config)
+    dims = {
+        name: parameter.placements[0].dim if "tp" in split_axes(parameter) else None
+        for name, parameter in model.decoder.named_parameters()
+    }
+    return {"dims": dims, "partial": sorted(model.partial)}
+
+
+CASES = [
+    (2, {"tp": 2}),
+    (2, {"tp": 2, "sequence_parallel": True}),
+    (2, {"tp": 2, "loss_parallel": True, "model": {"qk_norm": True, "num_key_value_heads": 1}}),
+    (2, {"tp": 2, "sequence_parallel": True, "loss_parallel": True, "precision": "bf16"}),
+    *[(2, {"zero": zero}) for zero in (0, 1, 2, 3)],
+    (2, {"zero": 3, "model": {"tie_word_embeddings": True}}),
+    (3, {"zero": 2, "data": {"global_batch": 12}, "precision": "bf16"}),
+    (4, {"zero": 3, "dp_replicate": 2}),
+    (4, {"zero": 0, "tp": 2}),
+    (4, {"zero": 3, "tp": 2, "sequence_parallel": True, "loss_parallel": True}),
+]
+
+
+@pytest.mark.parametrize(("world", "settings"), CASES, ids=lambda value: str(value))
+def test_bytes_on_the_wire_equal_the_formula(pool: Pool, world: int, settings: dict[str, Any]) -> None:
+    config = make_config(**settings)
+    expected = {
+        (row.axis, row.operation): (row.calls, row.bytes_sent)
+        for row in traffic(config, resolve(config.parallelism, world))
+    }
+    assert pool.run(world, "tests.distributed.test_traffic:count", config)[0] == expected
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_the_rule_of_which_dimension_is_split_is_what_is_split(pool: Pool, heads: int, sequence_parallel: bool) -> None:
+    biases = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True, "qk_norm": True}
+    config = make_config(
+        model=biases | {"num_key_value_heads": heads}, tp=4, sequence_parallel=sequence_parallel, loss_parallel=True
+    )
+    found = pool.run(4, "tests.distributed.test_traffic:placements", config)[0]
+    for name, dim in found["dims"].items():
+        assert split_dim(name, config.model, 4) == dim, name
+    partial = [name for name in found["dims"] if is_partial(name, config.model, 4, sequence_parallel)]
+    assert sorted(partial) == found["partial"]
