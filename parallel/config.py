@@ -74,6 +74,11 @@ class ParallelismConfig:
     recompute: str = "none"
     """`none`, `full`, `full:n`, `selective:attention`, `selective:mlp` or `selective:ops`."""
     loss_parallel: bool = False
+    """Each tp rank works out its part of the vocabulary's loss; otherwise logits are gathered."""
+    prefetch: int = 0
+    """ZeRO: how many layers ahead parameters are gathered while one computes; 0 leaves it to FSDP2."""
+    offload: bool = False
+    """ZeRO on a GPU: master weights and optimizer state in the host's memory."""
 
 
 class FloatType(StrEnum):

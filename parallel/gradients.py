@@ -1,11 +1,13 @@
 """The gradient norm of the whole model, clipping by it, and what happens when it is not finite."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from parallel.collectives import all_reduce
 from parallel.layout import AXES
@@ -47,21 +49,39 @@ def gradient_norm(model: nn.Module, mesh: DeviceMesh) -> Tensor:
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, limit: float | None, mesh: DeviceMesh) -> ClipResult:
-    """Scale all gradients by min(1, limit / norm); a limit of None scales nothing and still gives the norm.
-
-    Raises NonFiniteGradientError on every rank, naming parameters and ranks, before anything was changed.
-    """
+    """Scale all gradients by min(1, limit / norm); a limit of None scales nothing and still gives the norm."""
     norm = gradient_norm(model, mesh)
-    if not torch.isfinite(norm):
-        raise NonFiniteGradientError(_describe(model))
     if limit is None:
         return ClipResult(norm, torch.ones_like(norm))
     factor = (limit / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0)
+    factor = factor.where(torch.isfinite(norm), 1.0)  # a bad norm must not spoil the gradients that are good
     for parameter in model.parameters():
         if parameter.grad is not None:
             gradient = local(parameter.grad)
             gradient.mul_(factor.to(gradient.dtype))
     return ClipResult(norm, factor)
+
+
+@torch.no_grad()
+def guard_update(model: nn.Module, optimizer: Optimizer, norm: Tensor) -> None:
+    """See to it that no weight is updated with a gradient that is not finite; every rank has the same `norm`.
+
+    On a CPU, or with an optimizer that has no fused kernel, raises NonFiniteGradientError at once. On a GPU asking
+    would make the host wait at every step: there the fused kernel itself skips this update and all later ones, and
+    `require_finite` raises at the next logging interval, with the weights as they were before the first bad step.
+    """
+    if norm.device.type == "cpu" or not optimizer.defaults.get("fused"):
+        require_finite(model, float(norm))
+        return
+    bad = (~torch.isfinite(norm)).float()
+    held: Tensor | None = getattr(optimizer, "found_inf", None)
+    optimizer.found_inf = bad if held is None else torch.maximum(held, bad)  # type: ignore[attr-defined]
+
+
+def require_finite(model: nn.Module, norm: float) -> None:
+    """Raise NonFiniteGradientError on every rank, naming parameters and ranks, for a norm that is not finite."""
+    if not math.isfinite(norm):
+        raise NonFiniteGradientError(_describe(model))
 
 
 def _precise(gradient: Tensor) -> Tensor:

@@ -65,10 +65,13 @@ def check_launch(ranks: Ranks, nodes: int, devices_per_node: int | None) -> None
 
 
 def start_process_group(ranks: Ranks, device: torch.device, timeout_s: float = 1800.0) -> None:
-    """torch.distributed for this process, NCCL on a GPU and gloo on a CPU; nothing if it is running already."""
+    """torch.distributed for this process: gloo for what lies on the CPU, NCCL for what lies on a GPU.
+
+    Nothing if it is running already.
+    """
     if dist.is_initialized():
         return
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     device_id = device if device.type == "cuda" else None
     if ranks.world == 1:

@@ -63,7 +63,7 @@ def parallelize(decoder: Decoder, config: Config, layout: Layout, mesh: DeviceMe
         # An axis of one rank would still cost FSDP2 a collective.
         axes = ("dp_replicate", "dp_shard") if mesh.size(AXES.index("dp_replicate")) > 1 else ("dp_shard",)
         shard(decoder, mesh[axes], parallelism, precision)
-    decoder.to_empty(device=mesh.device_type)
+    decoder.to_empty(device="cpu" if parallelism.offload else mesh.device_type)
     decoder.tie_weights()
     initialise(decoder, config.model, config.seed, fill_block)
     return model

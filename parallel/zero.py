@@ -7,14 +7,16 @@
 
 The paper's stages 1 and 2 keep parameters whole for good; here every stage holds master weights in shards and gathers
 them at the first use in a step, which costs one all-gather a step and saves their memory between steps. Gradients are
-summed in `precision.reduce`, never averaged: FSDP2's own division is off.
+summed in `precision.reduce`, never averaged: FSDP2's own division is off. With `offload`, master weights, their
+gradients and the optimizer state live in the host's memory and the update runs there.
 """
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from models.decoder import Decoder
 from parallel.config import ParallelismConfig, PrecisionConfig
@@ -34,6 +36,8 @@ def shard(decoder: Decoder, mesh: DeviceMesh, parallelism: ParallelismConfig, pr
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision.compute], reduce_dtype=DTYPES[precision.reduce])
     keep = parallelism.zero < 3
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": not keep}
+    if parallelism.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     for layer in decoder.model.layers:
         fully_shard(layer, **options)
     if not decoder.config.tie_word_embeddings:
@@ -41,9 +45,18 @@ def shard(decoder: Decoder, mesh: DeviceMesh, parallelism: ParallelismConfig, pr
         # Used last in the forward and first in the backward pass: freeing it between would only gather it again.
         fully_shard([decoder.model.norm, decoder.lm_head], **options | {"reshard_after_forward": False})
     fully_shard(decoder, **options)
+    _prefetch([layer for layer in decoder.model.layers if isinstance(layer, FSDPModule)], parallelism.prefetch)
     for module in _groups(decoder):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo and NCCL alike: a plain sum
+
+
+def _prefetch(layers: list[FSDPModule], ahead: int) -> None:
+    """Gather parameters of the next `ahead` layers while one computes; FSDP2 by itself looks one ahead, late."""
+    for index, layer in enumerate(layers):
+        if ahead:
+            layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + ahead])
+            layer.set_modules_to_backward_prefetch(layers[max(index - ahead, 0) : index][::-1])
 
 
 def before_microbatch(decoder: nn.Module, zero: int, last: bool) -> None:

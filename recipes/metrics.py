@@ -13,6 +13,7 @@ from torch import Tensor
 from models.counts import training_flops_per_token
 from parallel.config import Config, FloatType
 from parallel.devices import Device
+from parallel.gradients import require_finite
 from recipes.command import RunError
 
 
@@ -147,6 +148,8 @@ class Metrics(Callback):
         self._pending.clear()
         if self.file is not None:
             self.file.append(rows)
+        for row in rows:
+            require_finite(trainer.lightning_module.decoder, row["grad_norm"])
         self.latest = rows[-1]
         for logger in trainer.loggers:
             for row in rows:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from models.decoder import Decoder
 from parallel.config import Config
+from parallel.gradients import guard_update
 from parallel.step import Batch, ParallelModel, clip
 from parallel.strategy import QuintetStrategy
 from recipes.optimizers import make_optimizer, make_schedule
@@ -48,8 +49,9 @@ class LanguageModel(LightningModule):
         """Nothing: the strategy zeroes the gradients before the step, and they are there now."""
 
     def configure_gradient_clipping(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        """Clip by the norm of the whole model, and keep norm and factor as metrics."""
+        """Clip by the norm of the whole model, stop if it is not finite, and keep norm and factor as metrics."""
         result = clip(self._parallel)
+        guard_update(self.decoder, optimizer, result.norm)
         self.step_metrics |= {"grad_norm": result.norm, "clip_factor": result.factor}
 
     def configure_optimizers(self) -> Any:

@@ -1,5 +1,7 @@
 """Small models and composed configs that many tests start from."""
 
+import copy
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -42,14 +44,20 @@ def random_tokens(config: ModelConfig, batch: int, length: int, seed: int = 1) -
     return torch.randint(config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def composed(*overrides: str, config_name: str = "config") -> DictConfig:
+def composed(*overrides: str) -> DictConfig:
     """What `python -m recipes.train <overrides>` composes."""
+    return copy.deepcopy(_compose(overrides))
+
+
+@cache
+def _compose(overrides: tuple[str, ...]) -> DictConfig:
     OmegaConf.register_new_resolver("run_id", new_run_id, replace=True)
     schema.register()
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        return compose(config_name, overrides=list(overrides))
+        return compose("config", overrides=list(overrides))
 
 
+@cache
 def config(*overrides: str) -> Config:
     """The same as the frozen dataclasses that the program sees."""
     return schema.to_config(composed(*overrides))

@@ -107,6 +107,18 @@ def _zero(config: Config, layout: Layout) -> Iterator[str]:
     zero = config.parallelism.zero
     if zero not in (0, 1, 2, 3):
         yield f"parallelism.zero={zero} must be 0, 1, 2 or 3."
+    if config.parallelism.prefetch < 0:
+        yield f"parallelism.prefetch={config.parallelism.prefetch} must be 0 or more."
+    if config.parallelism.prefetch and zero != 3:
+        yield (
+            f"parallelism.prefetch={config.parallelism.prefetch} is for zero=3, where every layer is gathered when "
+            f"it is used; zero={zero} gathers once a step. Write parallelism.prefetch=0."
+        )
+    if config.parallelism.offload and (config.cluster.device == "cpu" or layout.dp == 1):
+        yield (
+            f"parallelism.offload=true needs a GPU to offload from and more than one data rank; cluster.device="
+            f"{config.cluster.device}, data ranks {layout.dp}. Write parallelism.offload=false."
+        )
     if isinstance(config.optimizer, MuonConfig) and (layout.tp > 1 or (zero > 0 and layout.dp_shard > 1)):
         yield (
             f"optimizer=muon works on whole matrices, which parallelism.tp={layout.tp} and zero={zero} split. Write "

@@ -48,10 +48,3 @@ def test_given_bash_when_a_word_is_completed_then_options_and_keys_come(word: st
     command = ["bash", "-c", _COMPLETE, "bash", word]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True)
     assert expected in done.stdout.split(), done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_given_a_shell_when_completion_is_installed_then_a_script_comes(shell: str) -> None:
-    done = run("train", "--shell-completion", f"install={shell}")
-    assert done.returncode == 0, done.stderr
-    assert "hydra" in done.stdout

@@ -11,16 +11,15 @@ from parallel.layout import Layout
 from parallel.plan.validate import Problem, Severity, batch_arithmetic, refuse, validate
 from tests.small import config
 
-DEFAULT = config("data=synthetic")
-
 
 def _errors(*overrides: str, world: int = 1) -> list[str]:
     return [problem.message for problem in validate(config("data=synthetic", *overrides), world)]
 
 
 def _arithmetic(batch: int, micro: int, layout: Layout) -> list[str]:
-    data = replace(DEFAULT.data, global_batch=batch, micro_batch=micro)
-    return list(batch_arithmetic(replace(DEFAULT, data=data), layout))
+    default = config("data=synthetic")
+    data = replace(default.data, global_batch=batch, micro_batch=micro)
+    return list(batch_arithmetic(replace(default, data=data), layout))
 
 
 def test_given_any_batch_sizes_when_refused_then_the_message_has_the_numbers_and_each_suggestion_is_accepted() -> None:

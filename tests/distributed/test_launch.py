@@ -1,0 +1,196 @@
+"""The launcher: ranks start by themselves, join those that exist, and end together."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from models.config import ConfigError
+from parallel.ranks import check_launch, detect
+
+SMALL = [
+    "data=synthetic",
+    "model.hidden_size=32",
+    "model.intermediate_size=64",
+    "model.num_hidden_layers=1",
+    "model.head_dim=8",
+    "data.seq_len=32",
+    "trainer.max_steps=3",
+    "trainer.val_sequences=8",
+    "precision=fp64",
+    "logger=none",
+    "callbacks=none",
+]
+FOUR = ["parallelism.tp=2", "parallelism.dp_shard=2", "parallelism.zero=3"]
+
+
+def start(*arguments: str, root: Path, module: str = "recipes.train", **environment: str) -> subprocess.Popen[str]:
+    """`python -m module SMALL arguments` with its output as text."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *SMALL, f"run.root={root}", *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def rows(run: Path) -> list[dict]:
+    """The run's metrics without times."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in ("step", "loss", "grad_norm", "tokens")} for line in lines]
+
+
+def runs(root: Path) -> list[Path]:
+    return sorted(root.glob("tiny/*"))
+
+
+def children(parent: int) -> list[int]:
+    """The ranks that a launcher has started."""
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True).stdout
+    return sorted(int(pid) for pid in listed.split())
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists() and "Z" not in _state(pid)]
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def wait_until_training(process: subprocess.Popen[str], root: Path, ranks: int) -> list[int]:
+    """The ranks' process ids once the first step has been written."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if any(path.stat().st_size for path in root.glob("tiny/*/metrics.jsonl")):
+            return children(process.pid)
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+    raise AssertionError("no step in 120 s")
+
+
+def test_four_ranks_start_by_themselves_and_make_the_same_run_as_one(tmp_path: Path) -> None:
+    alone = start(root=tmp_path / "one")
+    assert alone.wait(120) == 0, alone.communicate()[0]
+    four = start(*FOUR, "logger=wandb", root=tmp_path / "four")
+    assert four.wait(180) == 0, four.communicate()[0]
+    [one_run], [four_run] = runs(tmp_path / "one"), runs(tmp_path / "four")
+    for a, b in zip(rows(one_run), rows(four_run), strict=True):
+        assert a["step"] == b["step"]
+        assert a["tokens"] == b["tokens"]
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-9)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-9)
+    # S-43: exactly one W&B run, whatever the number of processes.
+    assert len(list(four_run.glob("wandb/offline-run-*"))) == 1
+    assert (four_run / "DONE").exists()
+
+
+def test_torchrun_ranks_are_joined(tmp_path: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+        + ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "recipes.train", *SMALL]
+        + ["parallelism.tp=2", f"run.root={tmp_path}"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "QUINTET_RUN_ID": "joined"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert process.returncode == 0, process.stderr
+    [run] = runs(tmp_path)
+    assert [row["step"] for row in rows(run)] == [1, 2, 3]
+
+
+def test_a_killed_rank_ends_all_within_ten_seconds_and_is_named(tmp_path: Path) -> None:
+    process = start(*FOUR, "trainer.max_steps=100000", "trainer.log_interval=1", root=tmp_path)
+    ranks = wait_until_training(process, tmp_path, 4)
+    assert len(ranks) == 4
+    os.kill(ranks[2], signal.SIGKILL)
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == 1
+    assert "rank" in output.splitlines()[-1] or "rank 2" in output
+    assert alive(ranks) == []
+    [run] = runs(tmp_path)
+    assert "rank" in (run / "FAILED").read_text()
+
+
+def test_an_exception_on_one_rank_is_the_last_thing_said(tmp_path: Path) -> None:
+    # Planted from outside: Python runs sitecustomize at start-up, and the hook raises on rank 1 alone.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "def hook(event, arguments):\n"
+        "    if event == 'import' and arguments[0] == 'recipes.metrics':\n"
+        "        raise RuntimeError('planted on rank 1')\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    sys.addaudithook(hook)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.getcwd()])
+    process = start(*FOUR, root=tmp_path / "runs", PYTHONPATH=path)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "rank 1 failed:" in output
+    assert output.rstrip().endswith("RuntimeError: planted on rank 1")
+
+
+def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
+    process = start(*FOUR, "trainer.max_steps=100000", "trainer.log_interval=1", root=tmp_path)
+    ranks = wait_until_training(process, tmp_path, 4)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=15)
+    assert process.returncode == 130
+    assert alive(ranks) == []
+
+
+def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
+    process = start(*FOUR, "trainer.max_steps=100000", "trainer.log_interval=1", root=tmp_path)
+    ranks = wait_until_training(process, tmp_path, 4)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while alive(ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert alive(ranks) == []
+
+
+def test_a_sweep_over_ranks_does_not_sweep_in_its_children(tmp_path: Path) -> None:
+    # S-42: two points of two ranks are two runs, each with its own three steps.
+    process = start("--multirun", "parallelism.tp=2", "seed=1,2", root=tmp_path)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert len(runs(tmp_path)) == 2
+    assert [[row["step"] for row in rows(run)] for run in runs(tmp_path)] == [[1, 2, 3]] * 2
+
+
+def test_a_refused_config_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    process = start("parallelism.tp=3", root=tmp_path)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "parallelism.tp=3" in output
+    assert runs(tmp_path) == []
+
+
+def test_slurm_tasks_are_ranks() -> None:
+    variables = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
+    ranks = detect(variables)
+    assert (ranks.rank, ranks.world, ranks.local_rank, ranks.local_world) == (5, 8, 1, 4)
+    assert detect(variables | {"SLURM_NTASKS": "1"}).launcher == "none"
+    assert detect({"SLURM_JOB_ID": "7"}).launcher == "none"
+
+
+def test_tasks_that_do_not_match_the_devices_are_an_error() -> None:
+    # S-41
+    ranks = detect({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_NNODES": "2"})
+    check_launch(ranks, nodes=2, devices_per_node=4)
+    with pytest.raises(ConfigError, match=r"4 on this node.*devices_per_node=8"):
+        check_launch(ranks, nodes=2, devices_per_node=8)
+    with pytest.raises(ConfigError, match=r"cluster\.nodes=1"):
+        check_launch(ranks, nodes=1, devices_per_node=4)
