@@ -3,9 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-
-class ConfigError(ValueError):
-    """A setting of the user's is refused. The message names the key, the value, the rule and what to write instead."""
+from models.errors import ConfigError
 
 
 class RopeScaling(StrEnum):
@@ -101,6 +99,16 @@ class ModelConfig:
             raise ConfigError(
                 f"model.sliding_window={self.sliding_window} must be at least 1 (a token sees "
                 "itself), or null for no limit."
+            )
+        if self.rms_norm_eps <= 0.0 or self.initializer_range < 0.0:
+            raise ConfigError(
+                f"model.rms_norm_eps={self.rms_norm_eps} must be above 0 and model.initializer_range="
+                f"{self.initializer_range} not below."
+            )
+        if self.rope.theta <= 0.0 or self.rope.low_freq_factor >= self.rope.high_freq_factor:
+            raise ConfigError(
+                f"model.rope.theta={self.rope.theta} must be above 0, and low_freq_factor={self.rope.low_freq_factor} "
+                f"below high_freq_factor={self.rope.high_freq_factor}."
             )
         needs_original = self.rope.scaling in (RopeScaling.llama3, RopeScaling.yarn)
         if needs_original and self.rope.original_max_position_embeddings < 1:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from models.attention import KeyValueCache
-from models.config import ConfigError
 from models.decoder import Decoder
+from models.errors import ConfigError
 
 
 def choose(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, draw: torch.Generator) -> Tensor:

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from models.config import ConfigError, ModelConfig, RopeScaling
+from models.config import ModelConfig, RopeScaling
+from models.errors import ConfigError
 
 
 def architecture(config: ModelConfig) -> str:

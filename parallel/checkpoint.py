@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,7 +26,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from models.config import ConfigError
+from models.errors import ConfigError
+from parallel.plain_reader import PlainPlanner, PlainReader
 
 COMPLETE = "COMPLETE"
 _STATE = "state.pt"
@@ -71,7 +73,13 @@ def save(folder: Path, model: nn.Module, optimizers: list[Optimizer], state: dic
         partial.mkdir(parents=True)
     _wait_for_all()
     with _one_process_is_fine():
-        dcp.save(_tensors(model, optimizers), checkpoint_id=partial, no_dist=not dist.is_initialized())
+        try:
+            dcp.save(_tensors(model, optimizers), checkpoint_id=partial, no_dist=not dist.is_initialized())
+        except CheckpointException as error:
+            cause = next(iter(error.failures.values()))[0]
+            if isinstance(cause, OSError):
+                raise OSError(cause.errno, cause.strerror, str(folder)) from error
+            raise
     _wait_for_all()
     if first:
         torch.save(state, partial / _STATE)
@@ -90,7 +98,12 @@ def load(folder: Path, model: nn.Module, optimizers: list[Optimizer]) -> dict[st
     """Read a checkpoint into the model and its optimizers, whatever layout wrote it; returns the plain state."""
     tensors = _tensors(model, optimizers)
     with _one_process_is_fine():
-        dcp.load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        reader, planner = PlainReader(folder), PlainPlanner()
+        try:
+            dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=not dist.is_initialized())
+        except CheckpointException as error:
+            cause = next(iter(error.failures.values()))[0]
+            raise ConfigError(f"ckpt={folder} is not a checkpoint of this model and optimizer: {cause}") from error
     set_model_state_dict(model, tensors["model"], options=_OPTIONS)
     for index, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(model, optimizer, tensors[f"optimizer_{index}"], options=_OPTIONS)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from models.config import ConfigError, ModelConfig
+from models.config import ModelConfig
+from models.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,17 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from models.errors import RunError
 from parallel.collectives import all_reduce
 from parallel.layout import AXES
 from parallel.sharded import local, split_axes
 
 
-class NonFiniteGradientError(RuntimeError):
+class NonFiniteGradientError(RunError):
     """A gradient holds NaN or infinity. Raised before the update, so the weights are those of the step before."""
 
 
@@ -49,12 +51,17 @@ def gradient_norm(model: nn.Module, mesh: DeviceMesh) -> Tensor:
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, limit: float | None, mesh: DeviceMesh) -> ClipResult:
-    """Scale all gradients by min(1, limit / norm); a limit of None scales nothing and still gives the norm."""
+    """Scale all gradients by min(1, limit / norm); a limit of None scales nothing and still gives the norm.
+
+    A norm that is not finite on any rank is NaN on all, and then nothing is scaled.
+    """
     norm = gradient_norm(model, mesh)
+    bad = all_reduce((~torch.isfinite(norm)).float(), dist.group.WORLD, ReduceOp.MAX)
+    norm = norm.where(bad == 0.0, float("nan"))
     if limit is None:
         return ClipResult(norm, torch.ones_like(norm))
     factor = (limit / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0)
-    factor = factor.where(torch.isfinite(norm), 1.0)  # a bad norm must not spoil the gradients that are good
+    factor = factor.where(bad == 0.0, 1.0)
     for parameter in model.parameters():
         if parameter.grad is not None:
             gradient = local(parameter.grad)

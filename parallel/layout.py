@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.config import ConfigError
+from models.errors import ConfigError
 from parallel.config import ClusterConfig, ParallelismConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from models.config import ConfigError
+from models.errors import ConfigError
 
 STORE_VARIABLE = "QUINTET_STORE"
 """A file on this machine through which the processes of our own launcher meet: no port that another could take."""

@@ -94,10 +94,11 @@ class QuintetStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         optimizers = self.optimizers if self.module.trainer.state.fn == TrainerFn.FITTING else []
         state = load(Path(checkpoint_path), self.module.decoder, optimizers)
-        # The loader begins at the first step that is left, so Lightning must not skip batches of it once more.
-        state["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"] = dict.fromkeys(
-            ("ready", "started", "processed", "completed"), 0
-        )
+        # The loader begins at the first step that is left, so Lightning must not skip batches of it once more. A save
+        # in on_train_batch_end has one batch processed but not completed; Lightning completes it when it restarts.
+        progress = state["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        not_completed = progress["total"]["processed"] - progress["total"]["completed"]
+        progress["current"] = {"ready": 0, "started": 0, "processed": 0, "completed": -not_completed}
         return state
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

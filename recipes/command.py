@@ -24,14 +24,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from models.config import ConfigError
+from models.errors import ConfigError, RunError
 from recipes import schema
+from recipes.completion import completes_in_bash
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-
-
-class RunError(RuntimeError):
-    """The run cannot go on for a reason outside the program; the message says which and what to do. Exit code 1."""
 
 
 def new_run_id() -> str:
@@ -50,6 +47,8 @@ def command(config_name: str, task: Callable[[DictConfig], None], own_schema: ty
     if own_schema is not None:
         ConfigStore.instance().store(name=f"{config_name}_schema", node=own_schema)
     start_console_log()
+    if completes_in_bash():
+        return
     codes: list[int] = []
 
     def job(composed: DictConfig) -> None:
@@ -66,6 +65,9 @@ def command(config_name: str, task: Callable[[DictConfig], None], own_schema: ty
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
+    except ValueError as error:  # Hydra's for an override such as model=null; the job's own errors do not come here
+        groups = ", ".join(argument for argument in sys.argv[1:] if argument.endswith("=null"))
+        codes.append(report(ConfigError(f"{groups}: {error}")))
     except Exception as error:
         codes.append(report(error))
     sys.exit(max(codes, default=0))
@@ -121,7 +123,7 @@ def explain(error: Exception) -> str:
         prefix = full_key[: len(full_key) - len(key)]
         near = difflib.get_close_matches(key, siblings, n=1)
         if not near:
-            near = [path for path in _all_keys() if path.rpartition(".")[2] == key][:1]
+            near = [path for path in _all_keys() if path.rpartition(".")[2] == key and path != full_key][:1]
             prefix = "" if near else prefix
         advice = f"Did you mean {prefix}{near[0]}? " if near else ""
         known = f"Keys of {prefix.rstrip('.') or 'the config'}: {', '.join(siblings)}." if siblings else ""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.config import ConfigError
+from models.errors import ConfigError
 from recipes.command import report
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5}

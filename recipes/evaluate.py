@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig, OmegaConf
 
+from models.errors import ConfigError
 from recipes.command import command
 
 
@@ -20,6 +21,8 @@ def evaluate(composed: DictConfig) -> None:
     """Print one JSON object: loss in nats per token, perplexity, and for text nats per byte."""
     settings = OmegaConf.to_object(composed)
     assert isinstance(settings, EvaluateConfig)
+    if settings.sequences is not None and settings.sequences < 1:
+        raise ConfigError(f"sequences={settings.sequences} must be at least 1, or null for all.")
 
     import torch
 

@@ -1,10 +1,12 @@
 """Continue text with a trained model: `python -m recipes.generate run=<run directory> prompt="def "`."""
 
+import re
+import sys
 from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
-from models.config import ConfigError
+from models.errors import ConfigError
 from recipes.command import command
 
 
@@ -25,6 +27,8 @@ def generate(composed: DictConfig) -> None:
     """Print the prompt and its continuation, token by token as they come."""
     settings = OmegaConf.to_object(composed)
     assert isinstance(settings, GenerateConfig)
+    if settings.max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={settings.max_new_tokens} must be at least 1.")
     if settings.temperature < 0.0:
         raise ConfigError(f"temperature={settings.temperature} must be 0 (the likeliest token) or more.")
     if settings.top_k is not None and settings.top_k < 1:
@@ -61,5 +65,16 @@ def generate(composed: DictConfig) -> None:
     print(tokenizer.decode(tokens)[shown:])
 
 
+def quoted(argument: str) -> str:
+    """A prompt as Hydra reads it whole: its grammar would trim spaces and take brackets and commas for its own."""
+    value = argument.removeprefix("prompt=")
+    if value == argument or (len(value) > 1 and value[0] == value[-1] and value[0] in "'\""):
+        return argument
+    escaped = re.sub(r"(\\*)'", lambda match: match[1] * 2 + "\\'", value)
+    trailing = len(escaped) - len(escaped.rstrip("\\"))
+    return f"prompt='{escaped}{chr(92) * trailing}'"
+
+
 if __name__ == "__main__":
+    sys.argv[1:] = map(quoted, sys.argv[1:])
     command("generate", generate, GenerateConfig)

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from models.config import ConfigError
+from models.errors import ConfigError, RunError
 from parallel.ranks import STORE_VARIABLE
-from recipes.command import RunError
 
 ERROR_VARIABLE = "QUINTET_ERROR_FILE"
 """Where a process that our launcher started leaves why it failed."""
@@ -32,11 +31,11 @@ def run_on_ranks(module: str, overrides: list[str], world: int, run_id: str) -> 
     with tempfile.TemporaryDirectory(prefix="quintet-") as folder:
         ranks = [_start(module, overrides, rank, world, run_id, Path(folder)) for rank in range(world)]
         try:
-            first = _wait_for_failure(ranks)
+            failed = _wait_for_failures(ranks)
         finally:
             _end(ranks)
-        if first is not None:
-            _raise(first, ranks[first].returncode, Path(folder))
+        if failed:
+            _raise(failed, Path(folder))
 
 
 def _start(
@@ -72,16 +71,15 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def _wait_for_failure(ranks: list[subprocess.Popen[bytes]]) -> int | None:
-    """Wait until all have ended well, or one has not: its rank."""
-    while True:
-        codes = [process.poll() for process in ranks]
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if failed:
-            return failed[0]
-        if all(code == 0 for code in codes):
-            return None
+def _wait_for_failures(ranks: list[subprocess.Popen[bytes]]) -> dict[int, int]:
+    """Wait until all have ended well, or one has not: exit codes of those that failed, by rank."""
+    while any(process.poll() is None for process in ranks):
+        if any(process.poll() for process in ranks):
+            time.sleep(0.2)  # the first to fail may be noticed last
+            break
         time.sleep(0.05)
+    codes = {rank: process.poll() for rank, process in enumerate(ranks)}
+    return {rank: code for rank, code in codes.items() if code}
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
@@ -97,15 +95,22 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
                 continue
 
 
-def _raise(rank: int, code: int, folder: Path) -> None:
-    """Report the rank that failed first: others may fail after it only because it is gone."""
+def _raise(failed: dict[int, int], folder: Path) -> None:
+    """Report the rank that failed first: others may fail after it only because it is gone.
+
+    One that was ended by a signal left no report, and is the cause of those that did.
+    """
     errors = [json.loads(path.read_text()) for path in folder.glob("error-*.json")]
-    if errors:
+    killed = [rank for rank, code in failed.items() if code < 0]
+    if errors and not killed:
         error = min(errors, key=lambda error: error["time"])
-        kind = ConfigError if error["refused"] else RunError
-        raise kind(error["message"] if error["refused"] else f"rank {error['rank']} failed:\n{error['message']}")
+        if error["refused"]:
+            raise ConfigError(error["message"])
+        raise RunError(f"rank {error['rank']} failed:\n{error['message']}")
+    rank = killed[0] if killed else min(failed)
     output = folder / f"output-{rank}"
     said = output.read_text(errors="replace")[-4000:] if output.exists() else ""
+    code = failed[rank]
     reason = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     raise RunError(f"rank {rank} {reason}.\n{said}".rstrip())
 

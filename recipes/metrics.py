@@ -11,10 +11,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from models.counts import training_flops_per_token
+from models.errors import RunError
 from parallel.config import Config, FloatType
 from parallel.devices import Device
 from parallel.gradients import require_finite
-from recipes.command import RunError
+from recipes.run_directory import write_whole
 
 
 class MetricsFile:
@@ -35,10 +36,14 @@ class MetricsFile:
         """Drop lines after `step`, which a run that resumed there will write again."""
         if not self.path.exists():
             return
-        kept = [line for line in self.path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
-        partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(kept))
-        partial.replace(self.path)
+        try:
+            lines = self.path.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if json.loads(line)["step"] <= step]
+        except (ValueError, KeyError) as error:
+            raise RunError(
+                f"{self.path} is damaged ({error}); mend or remove it, or choose another run.dir."
+            ) from error
+        write_whole(self.path, "".join(kept))
 
     def append(self, rows: list[dict[str, Any]]) -> None:
         """Add rows. Raises RunError where the disk is full or the file cannot be written."""

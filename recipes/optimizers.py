@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from models.config import ConfigError
+from models.errors import ConfigError
 from parallel.config import AdamWConfig, Config, DecayShape, MuonConfig, OptimizerConfig, ScheduleUnit, SGDConfig
 from parallel.plan.validate import schedule_total
 

@@ -10,15 +10,16 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from models.config import ConfigError
-from parallel.config import Config
-from recipes.command import RunError
+from models.errors import ConfigError, RunError
+from parallel.checkpoint import complete_checkpoints
+from parallel.config import Config, RunConfig
+from recipes.schema import read_config
 
 PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "numpy", "datasets", "pyarrow", "tokenizers", "wandb")
 DONE, FAILED = "DONE", "FAILED"
@@ -41,6 +42,11 @@ class RunDirectory:
             return
         if (self.path / DONE).exists() or (self.path / "config.yaml").exists():
             self._refuse_other_config(config)
+        if config.ckpt == "none" and complete_checkpoints(self.checkpoints):
+            raise ConfigError(
+                f"ckpt=none would start afresh in run.dir={self.path}, which holds checkpoints of an earlier start. "
+                f"Choose another run.dir, or remove {self.checkpoints}."
+            )
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             write_whole(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain(config))))
@@ -53,10 +59,20 @@ class RunDirectory:
                 f"run.dir={self.path} cannot be written: {error.strerror}. Set run.dir or run.root."
             ) from error
 
+    def is_done(self, config: Config) -> bool:
+        """Whether the run of this config ended well here. Raises ConfigError where it was the run of another."""
+        if not (self.path / DONE).exists():
+            return False
+        self._refuse_other_config(config)
+        return True
+
     def _refuse_other_config(self, config: Config) -> None:
-        written: Any = OmegaConf.to_container(OmegaConf.load(self.path / "config.yaml"))
-        now = plain(config)
-        differ = sorted(key for key in now if key not in ("run", "ckpt") and now[key] != written.get(key))
+        try:
+            written = _comparable(read_config(self.path / "config.yaml"))
+        except ConfigError as error:
+            raise ConfigError(f"run.dir={self.path}: {error} Choose another run.dir, or remove it.") from error
+        now = _comparable(config)
+        differ = [key for key in now if now[key] != written[key]]
         if differ:
             raise ConfigError(
                 f"run.dir={self.path} holds a run whose config differs in {', '.join(differ)}. Going on would mix two "
@@ -94,6 +110,12 @@ class RunDirectory:
             write_whole(self.path / FAILED, reason.rstrip() + "\n")
         except OSError:
             log.error("could not write %s", self.path / FAILED)
+
+
+def _comparable(config: Config) -> dict[str, Any]:
+    """What makes a run the run it is: not where it lies, nor where prepared data does, nor how it was started."""
+    data = replace(config.data, cache_dir="")
+    return plain(replace(config, run=RunConfig("", "", ""), ckpt="", data=data))
 
 
 def plain(config: Config) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from models.config import ConfigError, ModelConfig
+from models.config import ModelConfig
+from models.errors import ConfigError
 from parallel import config as groups
 from recipes import safety
 from recipes.nodes import CALLBACKS, LOGGERS

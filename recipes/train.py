@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from models.config import ConfigError
+from models.errors import ConfigError, RunError
 from parallel.config import Config
 from parallel.layout import AXES, Layout, resolve, world_size
 from parallel.plan.validate import refuse, validate
-from recipes.command import RunError, command
+from recipes import safety
+from recipes.command import command
 from recipes.schema import to_config
 
 if TYPE_CHECKING:
@@ -45,6 +46,11 @@ def train(composed: DictConfig) -> None:
     refuse(validate(config, world))
     layout = resolve(config.parallelism, world)
     overrides = list(HydraConfig.get().overrides.task)
+    # They are written to overrides.yaml, also what a later one replaced.
+    safety.check([dict([override.lstrip("+~").split("=", 1)]) for override in overrides if "=" in override])
+    if config.ckpt == "auto" and RunDirectory(Path(config.run.dir)).is_done(config):
+        log.info("this run is done already: %s", config.run.dir)
+        return
     if ranks.launcher == "none" and world > 1:
         if config.cluster.nodes > 1:
             raise ConfigError(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from models.config import ConfigError
 from models.decoder import Decoder
+from models.errors import ConfigError
 from parallel.checkpoint import find, load
 from parallel.config import Config
 from parallel.precision import DTYPES

@@ -1,11 +1,14 @@
 """Every fault of a config at once, before anything is built: a pure function from the config to a list of problems."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf, isqrt
 
-from models.config import ConfigError
+from models.errors import ConfigError
 from parallel.config import Config, DecayShape, MuonConfig, SyntheticData, TokenizerKind, recompute_interval
+from parallel.devices import DEVICES
 from parallel.layout import Layout, resolve
 
 
@@ -58,7 +61,7 @@ def batch_arithmetic(config: Config, layout: Layout) -> Iterator[str]:
     unit = data.micro_batch * dp
     below, above = data.global_batch // unit * unit, -(-data.global_batch // unit) * unit
     batches = " or ".join(str(batch) for batch in (below, above) if batch)
-    micro = [size for size in range(1, data.global_batch + 1) if data.global_batch % (size * dp) == 0]
+    micro = _divisors(data.global_batch // dp) if data.global_batch % dp == 0 else []
     nearest = sorted(micro, key=lambda size: abs(size - data.micro_batch))[:2]
     other = f" or data.micro_batch={' or '.join(map(str, sorted(nearest)))}" if nearest else ""
     yield (
@@ -140,6 +143,11 @@ def _recompute(config: Config) -> Iterator[str]:
         yield str(error)
 
 
+def _divisors(number: int) -> list[int]:
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
+
+
 def _unavailable(config: Config) -> Iterator[str]:
     for axis in ("pp", "cp", "ep", "etp"):
         size = getattr(config.parallelism, axis)
@@ -194,10 +202,12 @@ def _data(config: Config) -> Iterator[str]:
 
 def _optimizer(config: Config) -> Iterator[str]:
     optimizer = config.optimizer
-    if optimizer.lr < 0.0:
-        yield f"optimizer.lr={optimizer.lr} must not be negative."
-    if optimizer.weight_decay < 0.0:
-        yield f"optimizer.weight_decay={optimizer.weight_decay} must not be negative."
+    for key in ("lr", "adamw_lr", "weight_decay", "eps", "momentum"):
+        value = getattr(optimizer, key, 0.0)
+        if not 0.0 <= value < inf:
+            yield f"optimizer.{key}={value} must not be negative, and must be finite."
+    if getattr(optimizer, "nesterov", False) and getattr(optimizer, "momentum", 0.0) == 0.0:
+        yield "optimizer.nesterov=true needs a momentum: write optimizer.momentum=0.9, or optimizer.nesterov=false."
     betas = getattr(optimizer, "betas", [0.0, 0.0])
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         yield f"optimizer.betas={list(betas)} must be two numbers in [0, 1), such as [0.9,0.95]."
@@ -210,6 +220,8 @@ def _scheduler(config: Config) -> Iterator[str]:
     if not 0.0 <= scheduler.minimum_ratio <= 1.0:
         yield f"scheduler.minimum_ratio={scheduler.minimum_ratio} must lie in [0, 1]."
     total = schedule_total(config)
+    if scheduler.total is not None and total < 1:
+        yield f"scheduler.total={total} must be at least 1, or null for the length of the run."
     if scheduler.warmup < 0 or scheduler.decay < 0:
         yield f"scheduler.warmup={scheduler.warmup} and scheduler.decay={scheduler.decay} must be 0 or more."
     if scheduler.shape == DecayShape.wsd and scheduler.decay > total:
@@ -230,6 +242,11 @@ def schedule_total(config: Config) -> int:
 
 def _trainer(config: Config) -> Iterator[str]:
     trainer = config.trainer
+    device = config.cluster.device
+    if device not in ("auto", "cpu", "cuda", *DEVICES):
+        yield f"cluster.device={device} is not known. Write auto, cpu, cuda or one of {', '.join(DEVICES)}."
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", config.run.id):
+        yield f"run.id={config.run.id} names a folder and a W&B run: write letters, digits, '.', '_' and '-' only."
     for key, value in (
         ("trainer.max_steps", trainer.max_steps),
         ("trainer.log_interval", trainer.log_interval),
@@ -244,5 +261,5 @@ def _trainer(config: Config) -> Iterator[str]:
     ):
         if value is not None and value < 1:
             yield f"{key}={value} must be at least 1."
-    if trainer.gradient_clip is not None and trainer.gradient_clip <= 0.0:
+    if trainer.gradient_clip is not None and not 0.0 < trainer.gradient_clip < inf:
         yield f"trainer.gradient_clip={trainer.gradient_clip} must be above 0, or null for no clipping."

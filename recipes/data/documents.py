@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from models.config import ConfigError
+from models.errors import ConfigError
 from parallel.config import DataConfig, FilesData, HubData, StdlibData
 
 Document = tuple[str, str]
@@ -65,8 +65,8 @@ def _files(config: FilesData) -> Source:
         empty = [str(path) for path in matches if path.stat().st_size == 0]
         if empty:
             raise ConfigError(f"data.paths: {', '.join(empty)} is empty (0 bytes). Leave it out.")
-        found += matches
-    description = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in found]
+        found += [match.resolve() for match in matches if match.resolve() not in found]
+    description = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in found]
 
     def read() -> Iterator[Document]:
         for path in found:

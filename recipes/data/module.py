@@ -5,7 +5,7 @@ from pathlib import Path
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
-from models.config import ConfigError
+from models.errors import ConfigError
 from parallel.config import Config, SyntheticData
 from recipes.data.store import open_split, open_tokenizer, prepare
 from recipes.data.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from models.config import ConfigError
+from models.errors import ConfigError
 from parallel.config import DataConfig
 from recipes.data.documents import Document, Source, open_source
 from recipes.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer

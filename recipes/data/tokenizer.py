@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from models.config import ConfigError
+from models.errors import ConfigError
 from parallel.config import TokenizerConfig, TokenizerKind
 
 DOCUMENT_MARK = "<|document|>"
@@ -30,6 +30,7 @@ class Tokenizer:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+        backend.encode_special_tokens = True  # text that spells the document mark is text
         self.vocab_size = backend.get_vocab_size()
         self.document_mark = backend.get_vocab()[DOCUMENT_MARK]
         self.merges = self.vocab_size - 257
@@ -39,7 +40,9 @@ class Tokenizer:
         if self.merges == 0:
             bodies: Iterable[np.ndarray] = (np.frombuffer(text.encode(errors="replace"), np.uint8) for text in texts)
         else:
-            bodies = (np.asarray(item.ids, np.uint32) for item in self.backend.encode_batch_fast(list(texts)))
+            bodies = (
+                np.asarray(item.ids, np.uint32) for item in self.backend.encode_batch_fast(_whole_characters(texts))
+            )
         mark = np.array([self.document_mark], np.uint32)
         return [np.concatenate((mark, body.astype(np.uint32))) for body in bodies]
 
@@ -57,6 +60,11 @@ class Tokenizer:
     def save(self, path: Path) -> None:
         """Write the tokenizer as Hugging Face's tokenizer.json."""
         path.write_text(self.backend.to_str(), encoding="utf-8")
+
+
+def _whole_characters(texts: Sequence[str]) -> list[str]:
+    """Texts without lone surrogates, which are no character and have no bytes."""
+    return [text.encode(errors="replace").decode() for text in texts]
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.config import ConfigError
+from models.errors import ConfigError
 from models.loss import IGNORE
 from models.random import key_of, philox, uniform
 from parallel.config import MaskPattern, SyntheticData

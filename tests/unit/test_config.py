@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from models.config import ConfigError
+from models.errors import ConfigError
 from parallel.config import Config, FilesData, PipelineSchedule, StdlibData, SyntheticData
 from parallel.plan.validate import Severity, validate
 from recipes.command import CONF, explain

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.config import ConfigError, ModelConfig, RopeConfig, RopeScaling
+from models.config import ModelConfig, RopeConfig, RopeScaling
 from models.decoder import Decoder
+from models.errors import ConfigError
 from models.generate import choose, generate
 from tests.small import SMALL, random_decoder, random_tokens
 

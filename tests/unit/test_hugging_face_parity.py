@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.config import ConfigError, ModelConfig, RopeConfig, RopeScaling
+from models.config import ModelConfig, RopeConfig, RopeScaling
 from models.decoder import Decoder
+from models.errors import ConfigError
 from models.hugging_face import architecture, config_dict
 from tests.small import SMALL, random_decoder, random_tokens
 

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from models.config import ConfigError
+from models.errors import ConfigError
 from parallel.config import ClusterConfig, ParallelismConfig
 from parallel.layout import AXES, Layout, resolve, world_size
 

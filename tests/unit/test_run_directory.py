@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from models.config import ConfigError
+from models.errors import ConfigError, RunError
 from parallel import checkpoint
-from recipes.command import RunError
 from recipes.metrics import MetricsFile
 from recipes.run_directory import RunDirectory, write_whole
 from recipes.schema import read_config

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from models.config import ConfigError
+from models.errors import ConfigError
 from recipes import safety
 from recipes.callbacks import SampleText
 from recipes.run_directory import plain

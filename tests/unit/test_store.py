@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from models.config import ConfigError
+from models.errors import ConfigError
 from parallel.config import FilesData, TokenizerConfig, TokenizerKind
 from recipes.data.documents import open_source
 from recipes.data.store import SPLITS, fingerprint, held_out, open_split, open_tokenizer, prepare

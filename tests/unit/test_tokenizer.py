@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.config import ConfigError
+from models.errors import ConfigError
 from parallel.config import TokenizerConfig, TokenizerKind
 from recipes.data.tokenizer import DOCUMENT_MARK, Tokenizer, load_tokenizer, make_tokenizer
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from models.config import ConfigError
+from models.errors import ConfigError
 from parallel.layout import Layout
 from parallel.plan.validate import Problem, Severity, batch_arithmetic, refuse, validate
 from tests.small import config

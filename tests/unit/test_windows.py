@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.config import ConfigError
+from models.errors import ConfigError
 from models.loss import IGNORE
 from parallel.config import MaskPattern, SyntheticData
 from recipes.data.module import Data
