@@ -40,6 +40,14 @@ def end_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of the whole decoder, under its full name."""
+    shapes = end_shapes(config)
+    for layer in range(config.num_hidden_layers):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes(config).items()}
+    return shapes
+
+
 def parameters_per_layer(config: ModelConfig) -> int:
     """Parameters of one decoder layer."""
     return sum(math.prod(shape) for shape in layer_shapes(config).values())

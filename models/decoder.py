@@ -1,6 +1,6 @@
 """The decoder of the Llama family: embedding, layers, final norm, output layer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -63,47 +63,66 @@ class OutputLayer(nn.Linear):
 class DecoderBody(nn.Module):
     """Everything below the output layer; named `model` in the decoder so that names equal Hugging Face's."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layers: Iterable[int], embedding: bool, norm: bool) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if embedding else None
+        # By its number in the whole decoder, so that a layer is named the same whatever else is here.
+        self.layers = nn.ModuleDict({str(index): DecoderLayer(config, index) for index in layers})
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if norm else None
 
     def forward(
         self,
-        tokens: Tensor,
+        x: Tensor,
         positions: Tensor,
         document_ids: Tensor | None,
         dropout_key: DropoutKey | None,
         caches: Sequence[KeyValueCache] | None,
     ) -> Tensor:
-        x = dropout(self.embed_tokens(tokens), self.config.dropout, "embed_tokens", dropout_key)
+        if not x.is_floating_point():
+            assert self.embed_tokens is not None
+            x = dropout(self.embed_tokens(x), self.config.dropout, "embed_tokens", dropout_key)
         rotary = rotary_tables(self.config.rope, self.config.head_dim, positions, x.dtype)
-        cached = len(caches[0]) if caches else 0
-        mask = AttentionMask.build(
-            tokens.shape[1], cached + tokens.shape[1], x.device, self.config.sliding_window, document_ids
-        )
-        for index, layer in enumerate(self.layers):
+        length, cached = positions.shape[1], len(caches[0]) if caches else 0
+        mask = AttentionMask.build(length, cached + length, x.device, self.config.sliding_window, document_ids)
+        for index, layer in enumerate(self.layers.values()):
             x = layer(x, rotary, mask, dropout_key, caches[index] if caches else None)
-        return self.norm(x)
+        return x if self.norm is None else self.norm(x)
 
 
 class Decoder(nn.Module):
-    """A decoder language model. Parameter names are those of Hugging Face Llama, Mistral and Qwen."""
+    """A decoder language model, or a stage of one. Parameter names are those of Hugging Face Llama, Mistral and Qwen.
 
-    def __init__(self, config: ModelConfig) -> None:
+    A stage has some of the layers; only the `first` embeds tokens, only the `last` has final norm and output layer. A
+    last stage with tied embeddings has the embedding's weight too, since it is the output weight.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layers: Iterable[int] | None = None, first: bool = True, last: bool = True
+    ) -> None:
         super().__init__()
         config.check()
         self.config = config
-        self.model = DecoderBody(config)
-        self.lm_head = OutputLayer(config)
+        layers = range(config.num_hidden_layers) if layers is None else layers
+        self.model = DecoderBody(config, layers, first or (last and config.tie_word_embeddings), last)
+        self.lm_head = OutputLayer(config) if last else None
         self.tie_weights()
 
     def tie_weights(self) -> None:
         """Make a tied output weight the embedding's; again after `to_empty`, which makes them two."""
-        if self.config.tie_word_embeddings:
+        if self.config.tie_word_embeddings and self.lm_head is not None:
+            assert self.model.embed_tokens is not None
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    def part(self, layers: Iterable[int], first: bool, last: bool) -> "Decoder":
+        """A stage of this decoder: the modules are shared, not copied."""
+        part = Decoder(self.config, (), first=False, last=False)
+        part.model.layers.update({str(index): self.model.layers[str(index)] for index in layers})
+        if first or (last and self.config.tie_word_embeddings):
+            part.model.embed_tokens = self.model.embed_tokens
+        if last:
+            part.model.norm, part.lm_head = self.model.norm, self.lm_head
+        return part
 
     def forward(
         self,
@@ -116,6 +135,9 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """int64 tokens (batch, seq) to logits (batch, seq, vocabulary), or with labels to the sum of token losses.
 
+        A stage that is not the first takes hidden states (batch, seq, hidden) for tokens, and needs `positions`; one
+        that is not the last returns them.
+
         `positions` count within each document (default: from 0, or from the end of the caches); `document_ids` keep
         attention within a document; labels are already shifted, so that labels[:, i] is what follows tokens[:, i].
         """
@@ -123,4 +145,4 @@ class Decoder(nn.Module):
             cached = len(caches[0]) if caches else 0
             positions = torch.arange(cached, cached + tokens.shape[1], device=tokens.device).expand(tokens.shape)
         x = self.model(tokens, positions, document_ids, dropout_key, caches)
-        return self.lm_head(x, labels)
+        return x if self.lm_head is None else self.lm_head(x, labels)

@@ -28,34 +28,37 @@ class ClipResult:
     factor: Tensor
 
 
-def gradient_norm(model: nn.Module, mesh: DeviceMesh) -> Tensor:
+def gradient_norm(model: nn.Module, mesh: DeviceMesh, counted_elsewhere: nn.Parameter | None = None) -> Tensor:
     """L2 norm of all gradients, each parameter counted once however it is split, in float32 or better: a scalar.
 
     Squares are summed per set of axes that parameters are split over; each axis then adds up, in one all-reduce, those
-    sets that it is in. All ranks get the same bits.
+    sets that it is in, and at last pipeline ranks add up theirs. All ranks get the same bits. `counted_elsewhere` is a
+    tied weight whose other holder counts it.
     """
     sums: dict[tuple[str, ...], Tensor] = {}
     for parameter in model.parameters():
-        if parameter.grad is not None:
+        if parameter.grad is not None and parameter is not counted_elsewhere:
             axes = split_axes(parameter.grad)
             square = _precise(local(parameter.grad)).square().sum()
             sums[axes] = sums[axes] + square if axes in sums else square
     # Every rank holds the same parameters up to their splits, so that this order is the same everywhere.
-    for axis in AXES:
+    for axis in AXES[1:]:
         split = [axes for axes in sums if axis in axes]
         if split:
             total = all_reduce(torch.stack([sums[axes] for axes in split]), mesh.get_group(axis))
             sums |= dict(zip(split, total, strict=True))
-    return torch.stack(list(sums.values())).sum().sqrt()
+    return all_reduce(torch.stack(list(sums.values())).sum(), mesh.get_group("pp")).sqrt()
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, limit: float | None, mesh: DeviceMesh) -> ClipResult:
+def clip_gradients(
+    model: nn.Module, limit: float | None, mesh: DeviceMesh, counted_elsewhere: nn.Parameter | None = None
+) -> ClipResult:
     """Scale all gradients by min(1, limit / norm); a limit of None scales nothing and still gives the norm.
 
     A norm that is not finite on any rank is NaN on all, and then nothing is scaled.
     """
-    norm = gradient_norm(model, mesh)
+    norm = gradient_norm(model, mesh, counted_elsewhere)
     bad = all_reduce((~torch.isfinite(norm)).float(), dist.group.WORLD, ReduceOp.MAX)
     norm = norm.where(bad == 0.0, float("nan"))
     if limit is None:

@@ -30,9 +30,9 @@ _KEPT = (
 def apply_recompute(decoder: Decoder, mode: str) -> None:
     """Make a decoder's layers recompute what `mode` says."""
     n = recompute_interval(mode)
-    for index, layer in enumerate(decoder.model.layers):
+    for layer in decoder.model.layers.values():
         assert isinstance(layer, DecoderLayer)
-        if n is not None and index % n == 0:
+        if n is not None and layer.index % n == 0:
             _recompute(layer)
         elif mode == "selective:attention":
             _recompute(layer.self_attn)

@@ -4,12 +4,15 @@
 place, summed over microbatches and ranks and divided by the step's valid tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from models.counts import parameter_shapes
 from models.decoder import Decoder
 from models.dropout import DropoutKey
 from models.initialise import initialise
@@ -18,9 +21,10 @@ from parallel.config import Config
 from parallel.gradients import ClipResult, clip_gradients
 from parallel.layout import AXES, Layout
 from parallel.loss import valid_tokens
+from parallel.pipeline import Pipeline, build_parts, exchange_tied_gradients, tied_weight
 from parallel.precision import DTYPES
 from parallel.recompute import apply_recompute
-from parallel.sharded import fill_block
+from parallel.sharded import fill_block, whole
 from parallel.tensor import split_tensors, sum_partial_gradients
 from parallel.zero import before_microbatch, mesh_layout, shard
 
@@ -32,17 +36,49 @@ class ParallelModel:
     """A decoder that has been split over a mesh, and what a step of it needs to know."""
 
     decoder: Decoder
+    """This rank's layers, all its pipeline stages together."""
     config: Config
     layout: Layout
     mesh: DeviceMesh
     partial: list[str] = field(default_factory=list)
     """Parameters whose gradients tp ranks must still sum."""
+    pipeline: Pipeline | None = None
 
     def sum_over_data(self, x: Tensor) -> Tensor:
         """Sum over all data ranks, the same on every rank."""
         for axis in ("dp_replicate", "dp_shard"):
             x = all_reduce(x, self.mesh.get_group(axis))
         return x
+
+    def sum_of_parts(self, x: Tensor) -> Tensor:
+        """Sum of what ranks have of losses: over data ranks, and over stages, of which only the last has any."""
+        return self.sum_over_data(all_reduce(x, self.mesh.get_group("pp")))
+
+    def whole_everywhere(self, name: str, of: Callable[[nn.Parameter], Tensor]) -> Tensor:
+        """The whole of a parameter (or of its gradient: whatever `of` takes from it), on every rank.
+
+        A collective over all ranks: those that hold the parameter put it together, other pipeline ranks are sent it.
+        """
+        parameter = dict(self.decoder.named_parameters()).get(name)
+        if self.pipeline is None:
+            assert parameter is not None
+            return whole(of(parameter))
+        owner = self.pipeline.owner(name)
+        if parameter is not None:
+            tensor = whole(of(parameter)).detach().clone()
+        else:
+            shape = parameter_shapes(self.config.model)[name]
+            tensor = torch.empty(shape, dtype=DTYPES[self.config.precision.master], device=self.pipeline.device)
+        dist.broadcast(tensor, group=self.pipeline.group, group_src=owner)
+        return tensor
+
+    def sequence_piece(self) -> slice:
+        """The piece of the sequence that this rank holds between blocks: all of it without sequence parallelism."""
+        length = self.config.data.seq_len
+        if not self.config.parallelism.sequence_parallel:
+            return slice(0, length)
+        piece, rank = length // self.layout.tp, self.mesh.get_local_rank("tp")
+        return slice(rank * piece, (rank + 1) * piece)
 
 
 def make_mesh(config: Config, layout: Layout, device_type: str) -> DeviceMesh:
@@ -52,20 +88,28 @@ def make_mesh(config: Config, layout: Layout, device_type: str) -> DeviceMesh:
 
 
 def parallelize(decoder: Decoder, config: Config, layout: Layout, mesh: DeviceMesh) -> ParallelModel:
-    """Split a decoder that is on the meta device, then give it memory and initial values: the order of the axes."""
+    """Split this rank's decoder (`build_decoder`, on the meta device), then give it memory and initial values.
+
+    The order of the axes stands here.
+    """
     parallelism, precision = config.parallelism, config.precision
+    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     model = ParallelModel(decoder, config, layout, mesh)
     decoder.to(DTYPES[precision.master])
     if layout.tp > 1:
         model.partial = split_tensors(decoder, mesh["tp"], parallelism.sequence_parallel, parallelism.loss_parallel)
     apply_recompute(decoder, parallelism.recompute)
-    if layout.dp > 1 or precision.compute != precision.master:
-        # An axis of one rank would still cost FSDP2 a collective.
-        axes = ("dp_replicate", "dp_shard") if mesh.size(AXES.index("dp_replicate")) > 1 else ("dp_shard",)
-        shard(decoder, mesh[axes], parallelism, precision)
-    decoder.to_empty(device="cpu" if parallelism.offload else mesh.device_type)
+    parts = build_parts(decoder, parallelism, mesh.get_local_rank("pp"))
+    for part in parts.values():
+        if layout.dp > 1 or precision.compute != precision.master:
+            # An axis of one rank would still cost FSDP2 a collective.
+            axes = ("dp_replicate", "dp_shard") if mesh.size(AXES.index("dp_replicate")) > 1 else ("dp_shard",)
+            shard(part, mesh[axes], parallelism, precision)
+        part.to_empty(device="cpu" if parallelism.offload else device)
     decoder.tie_weights()
     initialise(decoder, config.model, config.seed, fill_block)
+    if layout.pp > 1:
+        model.pipeline = Pipeline(parts, config, layout, mesh.get_group("pp"), device)
     return model
 
 
@@ -81,36 +125,56 @@ def token_loss(decoder: Decoder, batch: Batch, config: Config, key: DropoutKey |
     return decoder(batch["tokens"], batch["positions"], document_ids, batch["labels"], key)
 
 
-def dropout_key(config: Config, batch: Batch, step: int) -> DropoutKey | None:
+def dropout_key(model: ParallelModel, batch: Batch, step: int) -> DropoutKey | None:
     """What the dropout masks of a microbatch depend on; None where there is no dropout."""
-    if config.model.dropout == 0.0:
+    if model.config.model.dropout == 0.0:
         return None
-    shape, device = batch["tokens"].shape, batch["tokens"].device
-    position = torch.arange(shape[1], device=device).expand(shape)
-    return DropoutKey(config.seed, step, batch["sample"].unsqueeze(-1).expand(shape), position)
+    piece, sample = model.sequence_piece(), batch["sample"].unsqueeze(-1)
+    position = torch.arange(piece.start, piece.stop, device=sample.device).unsqueeze(0)
+    return DropoutKey(model.config.seed, step, *torch.broadcast_tensors(sample, position))
 
 
 def forward_backward(model: ParallelModel, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
     """Forward and backward of all microbatches of step `step` (from 0), gradients left in place.
 
-    Returns this data rank's part of the loss (the parts of all data ranks add up to the step's loss) and the number of
-    valid tokens of the whole step.
+    Returns this rank's part of the loss (see `sum_of_parts`) and the number of valid tokens of the whole step.
     """
-    config = model.config
     tokens = model.sum_over_data(valid_tokens(batch["labels"]))
     divisor = tokens.clamp_min(1)
+    if model.pipeline is not None:
+        loss = model.pipeline.forward_backward(batch, divisor, lambda piece: dropout_key(model, piece, step))
+    else:
+        loss = _one_after_another(model, batch, divisor, step)
+    if model.partial:
+        sum_partial_gradients(model.decoder, model.partial, model.mesh.get_group("tp"))
+    if model.pipeline is not None:
+        exchange_tied_gradients(model.decoder, model.pipeline)
+    return loss, tokens
+
+
+def _one_after_another(model: ParallelModel, batch: Batch, divisor: Tensor, step: int) -> Tensor:
+    config = model.config
     pieces = microbatches(batch, config.data.micro_batch)
     losses = []
     for index, piece in enumerate(pieces):
         before_microbatch(model.decoder, config.parallelism.zero, last=index == len(pieces) - 1)
-        loss = token_loss(model.decoder, piece, config, dropout_key(config, piece, step)) / divisor
+        loss = token_loss(model.decoder, piece, config, dropout_key(model, piece, step)) / divisor
         loss.backward()
         losses.append(loss.detach())
-    if model.partial:
-        sum_partial_gradients(model.decoder, model.partial, model.mesh.get_group("tp"))
-    return torch.stack(losses).sum(), tokens
+    return torch.stack(losses).sum()
+
+
+@torch.no_grad()
+def evaluate(model: ParallelModel, batch: Batch) -> Tensor | None:
+    """Sum of the token losses of one batch; None on a rank that does not hold the last pipeline stage."""
+    if model.pipeline is not None:
+        return model.pipeline.evaluate(batch)
+    return token_loss(model.decoder, batch, model.config)
 
 
 def clip(model: ParallelModel) -> ClipResult:
     """Clip by the norm of the whole model."""
-    return clip_gradients(model.decoder, model.config.trainer.gradient_clip, model.mesh)
+    counted_elsewhere = None
+    if model.pipeline is not None and model.pipeline.holds_loss:
+        counted_elsewhere = tied_weight(model.decoder, model.pipeline)
+    return clip_gradients(model.decoder, model.config.trainer.gradient_clip, model.mesh, counted_elsewhere)

@@ -6,7 +6,6 @@ the local blocks, so that every collective is one that stands here. Per layer th
 backward of (batch, seq, hidden), or with sequence parallelism as many pairs of all-gather and reduce-scatter.
 """
 
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -18,7 +17,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from models.attention import Attention
 from models.decoder import Decoder, DecoderLayer, OutputLayer
-from models.dropout import DropoutKey
 from models.feed_forward import FeedForward
 from models.norm import RMSNorm, rms_norm
 from parallel.collectives import all_reduce, enter_tensor_parallel, leave_tensor_parallel
@@ -34,15 +32,13 @@ def split_tensors(decoder: Decoder, mesh: DeviceMesh, sequence_parallel: bool, l
     """
     axis = _Axis(mesh, sequence_parallel)
     _split_vocabulary(decoder, axis, loss_parallel)
-    for layer in decoder.model.layers:
+    for layer in decoder.model.layers.values():
         assert isinstance(layer, DecoderLayer)
         _split_attention(layer.self_attn, axis)
         _split_feed_forward(layer.mlp, axis)
         axis.hold_whole(layer.input_layernorm, partial=sequence_parallel)
         axis.hold_whole(layer.post_attention_layernorm, partial=sequence_parallel)
     axis.hold_whole(decoder.model.norm, partial=sequence_parallel)
-    if sequence_parallel:
-        decoder.model.register_forward_pre_hook(axis.cut_dropout_key)
     partial = set(axis.partial)
     return [name for name, parameter in decoder.named_parameters() if parameter in partial]
 
@@ -101,16 +97,6 @@ class _Axis:
     def leave(self, x: Tensor) -> Tensor:
         return leave_tensor_parallel(x, self.group, self.sequence)
 
-    def cut_dropout_key(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Between blocks a rank holds its piece of the sequence, so its dropout masks are those of that piece."""
-        tokens, positions, document_ids, key, caches = args
-        return tokens, positions, document_ids, None if key is None else self._cut(key), caches
-
-    def _cut(self, key: DropoutKey) -> DropoutKey:
-        piece = key.position.shape[1] // self.ranks
-        mine = slice(self.rank * piece, (self.rank + 1) * piece)
-        return replace(key, sample=key.sample[:, mine], position=key.position[:, mine])
-
 
 def whole_range(size: int, ranks: int, rank: int) -> range:
     """Which indices of a dimension a rank holds: equal pieces of ceil(size / ranks), the last ones shorter or empty."""
@@ -157,19 +143,18 @@ def _split_feed_forward(feed_forward: FeedForward, axis: _Axis) -> None:
 
 
 def _split_vocabulary(decoder: Decoder, axis: _Axis, loss_parallel: bool) -> None:
-    """Rows of embedding and output weight are dealt out; a tied weight stays one."""
+    """Rows of embedding and output weight are dealt out, as far as they are here; a tied weight stays one."""
     embedding, head = decoder.model.embed_tokens, decoder.lm_head
-    tied = head.weight is embedding.weight
-    axis.place(embedding, _Embedding, "weight", Shard(0))
-    axis.place(head, _OutputLayer, "weight", Shard(0))
-    if tied:
-        head._parameters["weight"] = embedding._parameters["weight"]
-    rows = whole_range(embedding.num_embeddings, axis.ranks, axis.rank)
-    block = cast(_Embedding, embedding)
-    block.first_row, block.leave = rows.start, axis.leave
-    kind = VocabularyShard if loss_parallel else GatheredVocabulary
-    head.vocabulary = kind(axis.group, embedding.num_embeddings)
-    axis.enter_before(head)
+    rows = decoder.config.vocab_size
+    if embedding is not None:
+        axis.place(embedding, _Embedding, "weight", Shard(0))
+        block = cast(_Embedding, embedding)
+        block.first_row, block.leave = whole_range(rows, axis.ranks, axis.rank).start, axis.leave
+    if head is not None:
+        axis.place(head, _OutputLayer, "weight", Shard(0))
+        decoder.tie_weights()
+        head.vocabulary = (VocabularyShard if loss_parallel else GatheredVocabulary)(axis.group, rows)
+        axis.enter_before(head)
 
 
 # Each class below computes as its base does, on this rank's blocks of the DTensors.

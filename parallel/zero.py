@@ -11,6 +11,7 @@ summed in `precision.reduce`, never averaged: FSDP2's own division is off. With 
 gradients and the optimizer state live in the host's memory and the update runs there.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ from models.decoder import Decoder
 from parallel.config import ParallelismConfig, PrecisionConfig
 from parallel.layout import Layout
 from parallel.precision import DTYPES
+from parallel.stages import SPLIT_BACKWARD
+
+# The embedding's output is a view where ranks gather it along the sequence; nothing here writes into it.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 def mesh_layout(layout: Layout, zero: int) -> Layout:
@@ -34,18 +39,21 @@ def mesh_layout(layout: Layout, zero: int) -> Layout:
 def shard(decoder: Decoder, mesh: DeviceMesh, parallelism: ParallelismConfig, precision: PrecisionConfig) -> None:
     """Split a decoder's parameters over the (dp_replicate, dp_shard) mesh: a group per layer, and ends of their own."""
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision.compute], reduce_dtype=DTYPES[precision.reduce])
-    keep = parallelism.zero < 3
+    # A split backward pass needs the parameters of several microbatches at once: they are gathered once a step.
+    keep = parallelism.zero < 3 or (parallelism.pp > 1 and parallelism.pp_schedule in SPLIT_BACKWARD)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": not keep}
     if parallelism.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    for layer in decoder.model.layers:
+    for layer in decoder.model.layers.values():
         fully_shard(layer, **options)
     if not decoder.config.tie_word_embeddings:
-        fully_shard(decoder.model.embed_tokens, **options)
-        # Used last in the forward and first in the backward pass: freeing it between would only gather it again.
-        fully_shard([decoder.model.norm, decoder.lm_head], **options | {"reshard_after_forward": False})
+        if decoder.model.embed_tokens is not None:
+            fully_shard(decoder.model.embed_tokens, **options)
+        if decoder.model.norm is not None and decoder.lm_head is not None:
+            # Used last in the forward and first in the backward pass: freeing it between would only gather it again.
+            fully_shard([decoder.model.norm, decoder.lm_head], **options | {"reshard_after_forward": False})
     fully_shard(decoder, **options)
-    _prefetch([layer for layer in decoder.model.layers if isinstance(layer, FSDPModule)], parallelism.prefetch)
+    _prefetch([layer for layer in decoder.model.layers.values() if isinstance(layer, FSDPModule)], parallelism.prefetch)
     for module in _groups(decoder):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo and NCCL alike: a plain sum

@@ -4,16 +4,18 @@ import logging
 import sys
 import time
 from functools import partial
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from models.counts import parameter_shapes
 from models.generate import generate
 from parallel.checkpoint import checkpoint_name, retain
 from parallel.config import CheckpointConfig
-from parallel.sharded import whole
+from parallel.precision import DTYPES
 from parallel.tensor_file import Entry, write_tensors
 from recipes.data.tokenizer import Tokenizer
 from recipes.metrics import Metrics
@@ -136,11 +138,13 @@ class Gradients(Callback):
         step = trainer.global_step + 1
         if step not in self.steps:
             return
+        model = pl_module.parallel
+        dtype = DTYPES[model.config.precision.master]
         entries: list[Entry] = []
-        for name, parameter in pl_module.decoder.named_parameters():
-            shape, dtype = tuple(parameter.shape), parameter.dtype
-            entries.append((f"gradient/{name}", shape, dtype, partial(whole, parameter.grad)))
-            entries.append((f"value/{name}", shape, dtype, partial(whole, parameter.detach())))
+        for name, shape in parameter_shapes(model.config.model).items():
+            gradient = partial(model.whole_everywhere, name, attrgetter("grad"))
+            value = partial(model.whole_everywhere, name, methodcaller("detach"))
+            entries += [(f"gradient/{name}", shape, dtype, gradient), (f"value/{name}", shape, dtype, value)]
         write_tensors(self.run_dir / f"gradients-step{step}.safetensors", entries, trainer.is_global_zero)
 
 

@@ -26,6 +26,7 @@ def evaluate(composed: DictConfig) -> None:
 
     import torch
 
+    from parallel.step import token_loss
     from recipes.data.module import Data
     from recipes.trained import load_trained
     from recipes.validation import batch_sums, means
@@ -39,7 +40,8 @@ def evaluate(composed: DictConfig) -> None:
     with torch.inference_mode():
         for batch in data.val_dataloader():
             on_device = {key: value.to(trained.device) for key, value in batch.items()}
-            sums += batch_sums(trained.decoder, on_device, config, lengths).cpu()
+            loss = token_loss(trained.decoder, on_device, config)
+            sums += batch_sums(loss, on_device["labels"], lengths).cpu()
     print(json.dumps({"checkpoint": str(trained.checkpoint), **means(sums)}, indent=2))
 
 

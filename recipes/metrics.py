@@ -139,9 +139,9 @@ class Metrics(Callback):
         """Fetch, write and pass on what is pending: one transfer for all of it."""
         if not self._pending:
             return
-        # The loss is each data rank's part of it; all that is pending is summed in one reduction. The rest is global.
+        # The loss is each rank's part of it; all that is pending is summed in one reduction. The rest is global.
         parts = torch.stack([step[2]["loss"].double() for step in self._pending])
-        losses = trainer.strategy.parallel.sum_over_data(parts)
+        losses = trainer.strategy.parallel.sum_of_parts(parts)
         names = [name for name in self._pending[0][2] if name != "loss"]
         others = torch.stack([step[2][name].double() for step in self._pending for name in names])
         values = torch.cat((losses, others)).tolist()

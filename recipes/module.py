@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 from models.decoder import Decoder
 from parallel.config import Config
 from parallel.gradients import guard_update
-from parallel.step import Batch, ParallelModel, clip
+from parallel.pipeline import build_decoder
+from parallel.step import Batch, ParallelModel, clip, evaluate
 from parallel.strategy import QuintetStrategy
 from recipes.optimizers import make_optimizer, make_schedule
 from recipes.validation import batch_sums, means
@@ -21,10 +22,10 @@ class LanguageModel(LightningModule):
 
     decoder: Decoder
 
-    def __init__(self, config: Config, bytes_per_token: Tensor | None) -> None:
-        """`bytes_per_token` is int64 (vocabulary,), or None for data that is not text."""
+    def __init__(self, config: Config, pp_rank: int, bytes_per_token: Tensor | None) -> None:
+        """`pp_rank` says which layers are here; `bytes_per_token` is int64 (vocabulary,), or None without text."""
         super().__init__()
-        self.config = config
+        self.config, self.pp_rank = config, pp_rank
         self.bytes_per_token = bytes_per_token
         self.step_metrics: dict[str, Tensor] = {}
         """Scalars of the last optimizer step, on the device; fetched together at the logging interval."""
@@ -33,10 +34,11 @@ class LanguageModel(LightningModule):
     def configure_model(self) -> None:
         """Build the decoder; called inside the strategy's context, and again by `validate` after `fit`."""
         if not hasattr(self, "decoder"):
-            self.decoder = Decoder(self.config.model)
+            self.decoder = build_decoder(self.config.model, self.config.parallelism, self.pp_rank)
 
     @property
-    def _parallel(self) -> ParallelModel:
+    def parallel(self) -> ParallelModel:
+        """The decoder as the strategy has split it."""
         model = cast(QuintetStrategy, self.trainer.strategy).parallel
         assert model is not None
         return model
@@ -50,7 +52,7 @@ class LanguageModel(LightningModule):
 
     def configure_gradient_clipping(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Clip by the norm of the whole model, stop if it is not finite, and keep norm and factor as metrics."""
-        result = clip(self._parallel)
+        result = clip(self.parallel)
         guard_update(self.decoder, optimizer, result.norm)
         self.step_metrics |= {"grad_norm": result.norm, "clip_factor": result.factor}
 
@@ -63,8 +65,10 @@ class LanguageModel(LightningModule):
         self._validation = torch.zeros(3, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._validation += batch_sums(self.decoder, batch, self.config, self.bytes_per_token)
+        loss = evaluate(self.parallel, batch)
+        if loss is not None:
+            self._validation += batch_sums(loss, batch["labels"], self.bytes_per_token)
 
     def on_validation_epoch_end(self) -> None:
-        sums = self._parallel.sum_over_data(self._validation)
+        sums = self.parallel.sum_of_parts(self._validation)
         self.log_dict({f"val/{name}": value for name, value in means(sums).items()})

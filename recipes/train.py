@@ -43,7 +43,11 @@ def train(composed: DictConfig) -> None:
     ranks = detect()
     check_launch(ranks, config.cluster.nodes, config.cluster.devices_per_node)
     world = world_size(config.cluster, config.parallelism, gpus) if ranks.launcher == "none" else ranks.world
-    refuse(validate(config, world))
+    problems = validate(config, world)
+    refuse(problems)
+    if ranks.rank == 0:
+        for problem in problems:
+            log.warning("%s: %s", problem.severity, problem.message)
     layout = resolve(config.parallelism, world)
     overrides = list(HydraConfig.get().overrides.task)
     # They are written to overrides.yaml, also what a later one replaced.
@@ -129,7 +133,7 @@ def fit(config: Config, layout: Layout, ranks: "Ranks", run: "RunDirectory", on_
         log.info(describe(config, layout, on_gpu))
         if resume is not None:
             log.info("going on from %s", resume)
-    module = LanguageModel(config, lengths)
+    module = LanguageModel(config, layout.coordinates(ranks.rank)["pp"], lengths)
     trainer.fit(module, datamodule=data, ckpt_path=resume)
     if config.trainer.val_interval and trainer.global_step % config.trainer.val_interval:
         trainer.validate(module, datamodule=data, verbose=False)

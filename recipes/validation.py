@@ -5,20 +5,16 @@ import math
 import torch
 from torch import Tensor
 
-from models.decoder import Decoder
-from parallel.config import Config
 from parallel.loss import valid_tokens
-from parallel.step import Batch, token_loss
 
 
-def batch_sums(decoder: Decoder, batch: Batch, config: Config, bytes_per_token: Tensor | None) -> Tensor:
+def batch_sums(loss: Tensor, labels: Tensor, bytes_per_token: Tensor | None) -> Tensor:
     """Loss in nats, valid tokens, and the bytes they stand for: float64 (3,), to be added over batches and ranks."""
-    labels = batch["labels"]
     tokens = valid_tokens(labels)
     text = torch.zeros_like(tokens)
     if bytes_per_token is not None:
         text = bytes_per_token.to(labels.device)[labels.clamp_min(0)].where(labels >= 0, 0).sum()
-    return torch.stack([token_loss(decoder, batch, config).double(), tokens.double(), text.double()])
+    return torch.stack([loss.double(), tokens.double(), text.double()])
 
 
 def means(sums: Tensor) -> dict[str, float]:

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf, isqrt
 
+from models.counts import parameter_count
 from models.errors import ConfigError
 from parallel.config import Config, DecayShape, MuonConfig, SyntheticData, TokenizerKind, recompute_interval
 from parallel.devices import DEVICES
 from parallel.layout import Layout, resolve
+from parallel.plan.traffic import BYTES, ring_bytes
+from parallel.stages import SINGLE, SPLIT_BACKWARD, V_SHAPED, split_layers
 
 
 class Severity(StrEnum):
@@ -44,8 +47,10 @@ def validate(config: Config, world: int) -> list[Problem]:
     except ConfigError as error:
         messages.append(str(error))
     else:
-        for layout_rule in (batch_arithmetic, _tensor_parallel, _zero):
+        for layout_rule in (batch_arithmetic, _tensor_parallel, _zero, _pipeline):
             messages += layout_rule(config, layout)
+        problems = [Problem(Severity.warning, message) for message in _costs(config, layout)] if not messages else []
+        return [Problem(Severity.error, message) for message in messages] + problems
     return [Problem(Severity.error, message) for message in messages]
 
 
@@ -129,6 +134,76 @@ def _zero(config: Config, layout: Layout) -> Iterator[str]:
         )
 
 
+def _pipeline(config: Config, layout: Layout) -> Iterator[str]:
+    parallelism, data = config.parallelism, config.data
+    pp, virtual, schedule = parallelism.pp, parallelism.virtual_stages, parallelism.pp_schedule
+    if pp == 1:
+        if virtual != 1:
+            yield f"parallelism.virtual_stages={virtual} needs parallelism.pp above 1. Write virtual_stages=1."
+        return
+    if schedule in SINGLE and virtual != 1:
+        yield (
+            f"parallelism.virtual_stages={virtual}: pp_schedule={schedule} has one stage per rank. Write "
+            f"virtual_stages=1, or pp_schedule=interleaved_1f1b."
+        )
+    elif schedule in V_SHAPED and virtual != 2:
+        yield (
+            f"parallelism.virtual_stages={virtual}: pp_schedule={schedule} has two stages per rank. Write "
+            f"virtual_stages=2."
+        )
+    elif virtual < 1 or (virtual == 1 and schedule == "interleaved_1f1b"):
+        yield (
+            f"parallelism.virtual_stages={virtual}: pp_schedule={schedule} interleaves several stages per rank. Write "
+            f"virtual_stages=2, or pp_schedule=1f1b."
+        )
+    else:
+        try:
+            split_layers(config.model, parallelism)
+        except ConfigError as error:
+            yield str(error)
+    if data.micro_batch < 1 or data.global_batch % (data.micro_batch * layout.dp):
+        return
+    microbatches = data.global_batch // (data.micro_batch * layout.dp)
+    least = {"1f1b": pp, "dualpipe_v": 2 * pp}.get(schedule, 1)
+    rounds = max(microbatches // pp, 1)
+    unit = data.micro_batch * layout.dp
+    if microbatches < least:
+        yield (
+            f"data.global_batch={data.global_batch} makes {microbatches} microbatches, and pp_schedule={schedule} with "
+            f"parallelism.pp={pp} needs {least} or more. Write data.global_batch={least * unit}, a smaller "
+            f"data.micro_batch, or pp_schedule=gpipe."
+        )
+    elif schedule.startswith("interleaved") and microbatches % rounds:
+        yield (
+            f"data.global_batch={data.global_batch} makes {microbatches} microbatches, which pp_schedule={schedule} "
+            f"deals out in {rounds} equal rounds of about pp={pp}. Write data.global_batch="
+            f"{microbatches // pp * pp * unit} or {-(-microbatches // pp) * pp * unit}."
+        )
+
+
+def _costs(config: Config, layout: Layout) -> Iterator[str]:
+    """What is legal and costly."""
+    parallelism, data = config.parallelism, config.data
+    if layout.pp == 1 or parallelism.zero < 2 or layout.dp_shard == 1:
+        return
+    stage = parameter_count(config.model) // (layout.pp * layout.tp)
+    microbatches = data.global_batch // (data.micro_batch * layout.dp)
+    if parallelism.pp_schedule in SPLIT_BACKWARD:
+        size = stage * BYTES[config.precision.reduce] / 1e9
+        yield (
+            f"parallelism.zero={parallelism.zero} with pp_schedule={parallelism.pp_schedule} keeps gradients (about "
+            f"{size:.2f} GB a rank) and gathered parameters whole within a step, since its backward pass is "
+            f"split: that is the memory of zero=1."
+        )
+    elif parallelism.zero == 3:
+        sent = ring_bytes("all_gather", stage * BYTES[config.precision.compute], layout.dp_shard) * 2 * microbatches
+        yield (
+            f"parallelism.zero=3 with parallelism.pp={layout.pp} gathers a stage's parameters again for forward "
+            f"and backward of each of {microbatches} microbatches: a rank sends about {sent / 1e9:.2f} GB a step, with "
+            f"zero=1 {sent / 1e9 / (2 * microbatches):.2f} GB."
+        )
+
+
 def _model(config: Config) -> Iterator[str]:
     try:
         config.model.check()
@@ -149,7 +224,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _unavailable(config: Config) -> Iterator[str]:
-    for axis in ("pp", "cp", "ep", "etp"):
+    for axis in ("cp", "ep", "etp"):
         size = getattr(config.parallelism, axis)
         if size > 1:
             yield f"parallelism.{axis}={size}: this version cannot split along {axis} yet. Write parallelism.{axis}=1."

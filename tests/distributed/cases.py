@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.decoder import Decoder
 from parallel.config import (
     AdamWConfig,
     CheckpointConfig,
@@ -35,8 +34,9 @@ from parallel.config import (
     TrainerConfig,
 )
 from parallel.layout import resolve
+from parallel.pipeline import build_decoder
 from parallel.sharded import local, offset, whole
-from parallel.step import ParallelModel, clip, forward_backward, make_mesh, parallelize
+from parallel.step import ParallelModel, clip, evaluate, forward_backward, make_mesh, parallelize
 from recipes.data.windows import StepOrder, SyntheticWindows, TrainBatches, ValidationBatches
 from recipes.optimizers import make_optimizer
 from recipes.validation import batch_sums, means
@@ -96,7 +96,7 @@ def make_config(
         scheduler=SchedulerConfig(DecayShape.constant),
         checkpoint=CheckpointConfig(),
         trainer=TrainerConfig(3, clip_at, None, None, 1),
-        run=RunConfig("", "", ""),
+        run=RunConfig("", "test", ""),
         debug=DebugConfig(),
         callbacks={},
         logger={},
@@ -116,8 +116,8 @@ def one_process(config: Config) -> Config:
 class Trace:
     """What a run did, the same on every rank but for `replicas`."""
 
-    initial: str
-    """Hash of all initial weights."""
+    initial: dict[str, str]
+    """Hash of every parameter's initial value, whole."""
     losses: list[float]
     tokens: list[int]
     norms: list[float]
@@ -135,7 +135,7 @@ def build(config: Config) -> tuple[ParallelModel, TrainBatches]:
     layout = resolve(config.parallelism, dist.get_world_size())
     mesh = make_mesh(config, layout, "cpu")
     with torch.device("meta"):
-        decoder = Decoder(config.model)
+        decoder = build_decoder(config.model, config.parallelism, layout.coordinates(dist.get_rank())["pp"])
     model = parallelize(decoder, config, layout, mesh)
     windows = SyntheticWindows(config.data, config.seed, "train")
     order = StepOrder(len(windows), config.data.global_batch, config.seed)
@@ -153,13 +153,13 @@ def train(config: Config, steps: int = 3, fault: str | None = None) -> Trace:
 def _train(config: Config, steps: int) -> Trace:
     model, batches = build(config)
     decoder = model.decoder
-    initial = {name: whole(parameter.detach()).clone() for name, parameter in decoder.named_parameters()}
-    trace = Trace(_hash(list(initial.values())), [], [], [], [], {}, {}, [])
+    initial = {name: _hash([whole(parameter.detach())]) for name, parameter in decoder.named_parameters()}
+    trace = Trace(initial, [], [], [], [], {}, {}, [])
     optimizer = make_optimizer(config.optimizer, decoder)
     for step in range(steps):
         optimizer.zero_grad()
         part, tokens = forward_backward(model, batches[step], step)
-        trace.losses.append(float(model.sum_over_data(part)))
+        trace.losses.append(float(model.sum_of_parts(part)))
         trace.tokens.append(int(tokens))
         gradients = {name: parameter.grad for name, parameter in decoder.named_parameters()}
         trace.gradients.append({name: whole(gradient).clone() for name, gradient in gradients.items()})
@@ -182,8 +182,10 @@ def validate(model: ParallelModel) -> dict[str, float]:
     batches = ValidationBatches(windows, len(windows), config.data.micro_batch, data_rank, layout.dp)
     sums = torch.zeros(3, dtype=torch.float64)
     for index in range(len(batches)):
-        sums += batch_sums(model.decoder, batches[index], config, None)
-    return means(model.sum_over_data(sums))
+        loss = evaluate(model, batches[index])
+        if loss is not None:
+            sums += batch_sums(loss, batches[index]["labels"], None)
+    return means(model.sum_of_parts(sums))
 
 
 def _hash(tensors: list[Tensor]) -> str:
@@ -217,6 +219,18 @@ def worst_error(reference: Trace, trace: Trace) -> tuple[float, str]:
         (_relative(reference.validation[k], trace.validation[k]), f"validation {k}") for k in reference.validation
     ]
     return max(errors)
+
+
+def merged(traces: list[Trace]) -> Trace:
+    """Rank 0's trace with the parameters of all pipeline stages."""
+    first = traces[0]
+    gradients = [
+        {name: g for trace in traces for name, g in trace.gradients[step].items()}
+        for step in range(len(first.gradients))
+    ]
+    weights = {name: weight for trace in traces for name, weight in trace.weights.items()}
+    initial = {name: digest for trace in traces for name, digest in trace.initial.items()}
+    return replace(first, gradients=gradients, weights=weights, initial=initial)
 
 
 def disagreeing_replicas(traces: list[Trace]) -> list[str]:

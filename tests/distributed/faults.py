@@ -6,7 +6,6 @@ group, a mean per rank, a seed that depends on the rank.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -231,7 +230,7 @@ def tensor_ranks_read_different_data() -> Iterator[None]:
 
 @fault
 def norm_is_local() -> Iterator[None]:
-    with patch.object(gradients, "all_reduce", lambda x, group: x):
+    with patch.object(gradients, "all_reduce", lambda x, *_: x):
         yield
 
 
@@ -243,11 +242,13 @@ def norm_counts_replicated_parameters_again() -> Iterator[None]:
 
 @fault
 def dropout_masks_restart_in_every_piece() -> Iterator[None]:
-    def cut(self: Any, key: Any) -> Any:
-        piece = key.position.shape[1] // self.ranks
-        return replace(key, sample=key.sample[:, :piece], position=key.position[:, :piece])
+    right = ParallelModel.sequence_piece
 
-    with patch.object(tensor._Axis, "_cut", cut):
+    def sequence_piece(self: ParallelModel) -> slice:
+        piece = right(self)
+        return slice(0, piece.stop - piece.start)
+
+    with patch.object(ParallelModel, "sequence_piece", sequence_piece):
         yield
 
 
@@ -255,8 +256,8 @@ def dropout_masks_restart_in_every_piece() -> Iterator[None]:
 def dropout_sees_samples_by_their_local_number() -> Iterator[None]:
     right = step.dropout_key
 
-    def dropout_key(config: Any, batch: Any, number: int) -> Any:
-        return right(config, batch | {"sample": batch["sample"] - batch["sample"][0]}, number)
+    def dropout_key(model: Any, batch: Any, number: int) -> Any:
+        return right(model, batch | {"sample": batch["sample"] - batch["sample"][0]}, number)
 
     with patch.object(step, "dropout_key", dropout_key):
         yield

@@ -1,8 +1,10 @@
 """A pool of gloo workers, started once per session: importing torch in eight processes takes longer than a case."""
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from datetime import timedelta
@@ -44,7 +46,10 @@ class Pool:
                     self.close()
                     raise CaseError(f"ranks {sorted(set(range(world)) - set(results))} did not end in {TIMEOUT_S} s")
                 for pipe in ready:
-                    failed, value = pipe.recv()
+                    try:
+                        failed, value = pickle.loads(pipe.recv_bytes())
+                    except EOFError:
+                        failed, value = True, "the process died; its last words are on standard error"
                     if failed:
                         self.close()
                         raise CaseError(f"rank {pipes[pipe]}:\n{value}")
@@ -69,6 +74,7 @@ class Pool:
 
 
 def _work(pipe: Connection) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     while True:
@@ -85,6 +91,8 @@ def _work(pipe: Connection) -> None:
             result = getattr(importlib.import_module(module), name)(*arguments)
             dist.destroy_process_group()
         except BaseException:
-            pipe.send((True, traceback.format_exc()))
+            answer = (True, traceback.format_exc())
         else:
-            pipe.send((False, result))
+            answer = (False, result)
+        # Plain pickle: torch's own would pass a file descriptor for each of many tensors.
+        pipe.send_bytes(pickle.dumps(answer))

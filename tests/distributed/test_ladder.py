@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cases import disagreeing_replicas, make_config, reference, worst_error
+from tests.distributed.cases import disagreeing_replicas, make_config, merged, reference, worst_error
 from tests.distributed.pool import Pool
 
 TRAIN = "tests.distributed.cases:train"
@@ -64,9 +64,9 @@ def test_layout_equals_one_process(pool: Pool, case: tuple[int, dict[str, Any]])
     )
     expected = reference(pool, config)
     traces = pool.run(world, TRAIN, config)
-    error, where = worst_error(expected, traces[0])
+    error, where = worst_error(expected, merged(traces))
     print(f"{_name(case)}: worst relative error {error:.1e} ({where})")
     assert error < 1e-9, where
     assert traces[0].tokens == expected.tokens
-    assert traces[0].initial == expected.initial
+    assert merged(traces).initial == expected.initial
     assert disagreeing_replicas(traces) == []

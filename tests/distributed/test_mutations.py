@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from parallel.config import MaskPattern
-from tests.distributed.cases import disagreeing_replicas, make_config, reference, worst_error
+from tests.distributed.cases import disagreeing_replicas, make_config, merged, reference, worst_error
 from tests.distributed.faults import FAULTS
 from tests.distributed.pool import Pool
 
@@ -54,7 +54,7 @@ def test_fault_is_caught(pool: Pool, name: str) -> None:
     world = layout.pop("world")
     config = make_config(**layout)
     traces = pool.run(world, "tests.distributed.cases:train", config, 3, name)
-    error, where = worst_error(reference(pool, config), traces[0])
+    error, where = worst_error(reference(pool, config), merged(traces))
     torn = disagreeing_replicas(traces)
     print(f"{name}: error {error:.1e} ({where}){', replicas differ' if torn else ''}")
     assert error > 1e-6 or torn
@@ -66,5 +66,5 @@ def test_the_same_run_without_the_fault_passes(pool: Pool, name: str) -> None:
     world = layout.pop("world")
     config = make_config(**layout)
     traces = pool.run(world, "tests.distributed.cases:train", config)
-    assert worst_error(reference(pool, config), traces[0])[0] < 1e-9
+    assert worst_error(reference(pool, config), merged(traces))[0] < 1e-9
     assert disagreeing_replicas(traces) == []

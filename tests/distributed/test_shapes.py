@@ -7,7 +7,7 @@ import pytest
 
 from parallel.config import MaskPattern
 from parallel.plan.validate import validate
-from tests.distributed.cases import disagreeing_replicas, make_config, reference, worst_error
+from tests.distributed.cases import disagreeing_replicas, make_config, merged, reference, worst_error
 from tests.distributed.pool import Pool
 
 TRAIN = "tests.distributed.cases:train"
@@ -46,7 +46,7 @@ def test_shape_is_exact(pool: Pool, name: str) -> None:
     config = make_config(**settings)
     assert validate(config, world) == []
     traces = pool.run(world, TRAIN, config)
-    error, where = worst_error(reference(pool, config), traces[0])
+    error, where = worst_error(reference(pool, config), merged(traces))
     print(f"{name}: {error:.1e} ({where})")
     assert error < 1e-9, where
     assert disagreeing_replicas(traces) == []

@@ -1,0 +1,211 @@
+"""Pipeline parallelism on torch.distributed.pipelining: stages hold their own layers, a schedule runs them.
+
+GPipe (Huang et al., 2019, arXiv:1811.06965), 1F1B (Narayanan et al., 2019, PipeDream), interleaved 1F1B (Narayanan et
+al., 2021, arXiv:2104.04473), zero bubble and ZBV (Qi et al., 2024, arXiv:2401.10241), DualPipeV (DeepSeek-AI, 2025).
+
+All pipeline ranks of a data rank read the same batch, so that only hidden states and their gradients travel: masks,
+positions and labels are there already. Shapes are known beforehand and never exchanged.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from models.config import ModelConfig
+from models.decoder import Decoder
+from parallel.config import Config, ParallelismConfig
+from parallel.layout import Layout
+from parallel.precision import DTYPES
+from parallel.sharded import local
+from parallel.stages import SINGLE, SPLIT_BACKWARD, rank_of, split_layers, stage_count, stages_of
+
+Batch = dict[str, Tensor]
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv_zero_bubble": schedules.ScheduleZBVZeroBubble,
+    "dualpipe_v": schedules.ScheduleDualPipeV,
+}
+
+
+def build_decoder(model: ModelConfig, parallelism: ParallelismConfig, pp_rank: int) -> Decoder:
+    """The layers of one pipeline rank, of all its stages together; without a pipeline, the whole decoder."""
+    split, mine = split_layers(model, parallelism), stages_of(pp_rank, parallelism)
+    layers = [layer for stage in mine for layer in split[stage]]
+    return Decoder(model, layers, first=0 in mine, last=len(split) - 1 in mine)
+
+
+def build_parts(decoder: Decoder, parallelism: ParallelismConfig, pp_rank: int) -> dict[int, Decoder]:
+    """The stages of one pipeline rank by their number, sharing the modules of its decoder."""
+    split, mine = split_layers(decoder.config, parallelism), stages_of(pp_rank, parallelism)
+    if len(mine) == 1:
+        return {mine[0]: decoder}
+    return {stage: decoder.part(split[stage], stage == 0, stage == len(split) - 1) for stage in mine}
+
+
+class Pipeline:
+    """This rank's stages and the schedule over them."""
+
+    def __init__(
+        self, parts: dict[int, Decoder], config: Config, layout: Layout, group: ProcessGroup, device: torch.device
+    ) -> None:
+        self.parts, self.config, self.group, self.device = parts, config, group, device
+        self.last_stage = stage_count(config.parallelism) - 1
+        self.hidden_shape = (
+            config.data.micro_batch,
+            config.data.seq_len // (layout.tp if config.parallelism.sequence_parallel else 1),
+            config.model.hidden_size,
+        )
+        self._divisor = torch.ones((), device=device)
+        self._key_of: Callable[[Batch], Any] = lambda _: None
+        microbatches = config.data.global_batch // (config.data.micro_batch * layout.dp)
+        stages = [self._stage(number, part) for number, part in parts.items()]
+        self.schedule = self._schedule(stages, microbatches)
+
+    @property
+    def holds_loss(self) -> bool:
+        """Whether the last stage, which alone has the loss, is on this rank."""
+        return self.last_stage in self.parts
+
+    def rank_of_stage(self, stage: int) -> int:
+        """The pipeline rank that holds a stage."""
+        return rank_of(stage, self.config.parallelism.pp_schedule, self.config.parallelism.pp)
+
+    def owner(self, name: str) -> int:
+        """A pipeline rank that holds a parameter, by its name."""
+        if name.startswith("model.layers."):
+            layer, split = int(name.split(".")[2]), split_layers(self.config.model, self.config.parallelism)
+            return self.rank_of_stage(next(stage for stage, layers in enumerate(split) if layer in layers))
+        return self.rank_of_stage(0 if "embed_tokens" in name else self.last_stage)
+
+    def forward_backward(self, batch: Batch, divisor: Tensor, key_of: Callable[[Batch], Any]) -> Tensor:
+        """All microbatches through the schedule; returns the sum of losses over `divisor`, 0 where there is no loss.
+
+        `key_of` gives the dropout key of a microbatch.
+        """
+        self._divisor, self._key_of = divisor, key_of
+        inputs = (batch["tokens"],) if 0 in self.parts else ()
+        losses: list[Tensor] = []
+        target = batch["labels"] if self.holds_loss else None
+        self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **_carried(batch))
+        return torch.stack(losses).detach().sum() if self.holds_loss else divisor.new_zeros((), dtype=self._loss_dtype)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        """Sum of token losses of one microbatch of any length, on the rank that holds the loss; None elsewhere.
+
+        Stages follow one another without a schedule: while the later ones work, the first go on to the next batch.
+        """
+        self._key_of = lambda _: None
+        x: Tensor | None = None
+        for number, part in self.parts.items():
+            if number == 0:
+                x = batch["tokens"]
+            elif number - 1 not in self.parts:
+                shape = (*batch["tokens"].shape, self.hidden_shape[-1])
+                length = shape[1] * self.hidden_shape[1] // self.config.data.seq_len
+                x = torch.empty((shape[0], length, shape[2]), dtype=self._dtype, device=self.device)
+                dist.recv(x, group=self.group, group_src=self.rank_of_stage(number - 1))
+            assert x is not None
+            x = part(x, **_carried(batch))
+            if number != self.last_stage and number + 1 not in self.parts:
+                dist.send(x.contiguous(), group=self.group, group_dst=self.rank_of_stage(number + 1))
+        return x if self.holds_loss else None
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return DTYPES[self.config.precision.compute]
+
+    @property
+    def _loss_dtype(self) -> torch.dtype:
+        return torch.float64 if self._dtype == torch.float64 else torch.float32
+
+    def _stage(self, number: int, part: Decoder) -> PipelineStage:
+        part.register_forward_pre_hook(self._unpack, with_kwargs=True)
+        hidden = torch.empty(self.hidden_shape, dtype=self._dtype, device="meta", requires_grad=True)
+        tokens = torch.empty(self.hidden_shape[0], self.config.data.seq_len, dtype=torch.int64, device="meta")
+        loss = torch.empty((), dtype=self._loss_dtype, device="meta", requires_grad=True)
+        stage = _Stage(
+            part,
+            number,
+            self.last_stage + 1,
+            self.device,
+            input_args=tokens if number == 0 else hidden,
+            output_args=loss if number == self.last_stage else hidden,
+            group=self.group,
+        )
+        parallelism = self.config.parallelism
+        stage.reduce_each_microbatch = parallelism.zero >= 2 and parallelism.pp_schedule not in SPLIT_BACKWARD
+        return stage
+
+    def _unpack(self, _: nn.Module, args: tuple[Any, ...], carried: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a microbatch carries, as the arguments that the decoder takes."""
+        named: dict[str, Any] = {"positions": carried["positions"], "labels": carried["labels"]}
+        named["document_ids"] = carried["document_ids"] if self.config.data.document_mask else None
+        named["dropout_key"] = self._key_of(carried)
+        return args, named
+
+    def _schedule(self, stages: list[PipelineStage], microbatches: int) -> Any:
+        name = self.config.parallelism.pp_schedule
+        return SCHEDULES[name](
+            stages[0] if name in SINGLE else stages,
+            microbatches,
+            loss_fn=lambda loss, _: loss / self._divisor,
+            scale_grads=False,
+        )
+
+
+class _Stage(PipelineStage):
+    """torch's stage, but for ZeRO 2 and 3, whose gradients are shared out after each microbatch.
+
+    torch lets them stand whole until the stage's last backward pass and then reduces once, while other stages still
+    work: that is ZeRO 0 and 1. Schedules that split the backward pass need the parameters of several microbatches at
+    once, so with them gradients stand whole under ZeRO 2 and 3 too.
+    """
+
+    reduce_each_microbatch = False
+
+    def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
+        result = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
+        if self.reduce_each_microbatch and backward_type != "input":
+            self.perform_reduce_grad(1)
+        return result
+
+
+def exchange_tied_gradients(decoder: Decoder, pipeline: Pipeline) -> None:
+    """Sum the gradients of a tied embedding over its two holders, the ranks of the first and of the last stage."""
+    weight = tied_weight(decoder, pipeline)
+    if weight is None or weight.grad is None:
+        return
+    gradient = local(weight.grad)
+    peer = pipeline.rank_of_stage(pipeline.last_stage if 0 in pipeline.parts else 0)
+    theirs = torch.empty_like(gradient)
+    operations = [
+        dist.P2POp(dist.isend, gradient.contiguous(), group=pipeline.group, group_peer=peer),
+        dist.P2POp(dist.irecv, theirs, group=pipeline.group, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    gradient.add_(theirs)
+
+
+def tied_weight(decoder: Decoder, pipeline: Pipeline) -> nn.Parameter | None:
+    """The tied embedding, where its two stages are on two ranks and this is one of them."""
+    ends = (0 in pipeline.parts) + (pipeline.last_stage in pipeline.parts)
+    if not decoder.config.tie_word_embeddings or ends != 1:
+        return None
+    assert decoder.model.embed_tokens is not None
+    return cast(nn.Parameter, decoder.model.embed_tokens.weight)
+
+
+def _carried(batch: Batch) -> Batch:
+    names = ("positions", "document_ids", "labels", "sample")
+    return {name: batch[name] for name in names if name in batch}

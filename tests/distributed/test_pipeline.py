@@ -1,0 +1,69 @@
+"""Pipelines: every schedule is the same run as one process, and every layer exists exactly once."""
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.cases import disagreeing_replicas, make_config, merged, reference, worst_error
+from tests.distributed.pool import Pool
+
+TRAIN = "tests.distributed.cases:train"
+
+
+def settings(schedule: str, pp: int, virtual: int, microbatches: int, **others: Any) -> dict[str, Any]:
+    """A pipeline over 8 layers whose data ranks have so many microbatches of one sequence."""
+    dp = others.pop("dp", 1)
+    return {
+        "pp": pp,
+        "pp_schedule": schedule,
+        "virtual_stages": virtual,
+        "model": {"num_hidden_layers": 8} | others.pop("model", {}),
+        "data": {"micro_batch": 1, "global_batch": microbatches * dp},
+        **others,
+    }
+
+
+CASES: list[tuple[int, dict[str, Any]]] = [
+    (2, settings("gpipe", 2, 1, 4)),
+    (2, settings("1f1b", 2, 1, 4)),
+    (2, settings("interleaved_1f1b", 2, 2, 4)),
+    (2, settings("interleaved_zero_bubble", 2, 2, 4)),
+    (2, settings("zbv_zero_bubble", 2, 2, 4)),
+    (2, settings("dualpipe_v", 2, 2, 4)),
+    (3, settings("1f1b", 3, 1, 4)),
+    (3, settings("gpipe", 3, 1, 2)),
+    (4, settings("interleaved_1f1b", 4, 2, 8)),
+    (4, settings("zbv_zero_bubble", 4, 2, 4)),
+    (4, settings("dualpipe_v", 4, 2, 9)),
+    (4, settings("interleaved_zero_bubble", 4, 1, 8)),
+    *[(4, settings("1f1b", 2, 1, 3, dp=2, zero=zero)) for zero in (0, 1, 2, 3)],
+    *[(4, settings("interleaved_1f1b", 2, 2, 4, dp=2, zero=zero)) for zero in (0, 1, 2, 3)],
+    *[(4, settings("interleaved_zero_bubble", 2, 2, 4, dp=2, zero=zero)) for zero in (0, 1, 2, 3)],
+    *[(4, settings("zbv_zero_bubble", 2, 2, 4, dp=2, zero=zero)) for zero in (0, 2, 3)],
+    *[(4, settings("dualpipe_v", 2, 2, 4, dp=2, zero=zero)) for zero in (1, 3)],
+    (4, settings("1f1b", 2, 1, 4, tp=2)),
+    (4, settings("interleaved_1f1b", 2, 2, 4, tp=2, sequence_parallel=True, loss_parallel=True)),
+    (4, settings("zbv_zero_bubble", 2, 2, 4, tp=2, sequence_parallel=True, loss_parallel=True)),
+    (8, settings("1f1b", 2, 1, 4, dp=2, tp=2, zero=3, sequence_parallel=True, loss_parallel=True)),
+    (8, settings("interleaved_1f1b", 2, 2, 4, dp=2, tp=2, zero=2, sequence_parallel=True, recompute="full")),
+    (2, settings("1f1b", 2, 1, 4, model={"tie_word_embeddings": True})),
+    (4, settings("interleaved_1f1b", 2, 2, 4, dp=2, zero=3, model={"tie_word_embeddings": True, "dropout": 0.1})),
+    (2, settings("zbv_zero_bubble", 2, 2, 4, model={"tie_word_embeddings": True})),
+    (3, settings("1f1b", 3, 1, 4, model={"num_hidden_layers": 7})),
+    (4, settings("1f1b", 4, 1, 4, model={"num_hidden_layers": 5})),
+    (4, settings("gpipe", 4, 1, 4, model={"num_hidden_layers": 30})),
+    (2, settings("1f1b", 2, 1, 4, pp_split=[6, 2], optimizer="adamw", recompute="selective:mlp")),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_schedule_equals_one_process(pool: Pool, case: tuple[int, dict[str, Any]]) -> None:
+    world, chosen = case
+    config = make_config(**chosen)
+    expected = reference(pool, config)
+    traces = pool.run(world, TRAIN, config)
+    error, where = worst_error(expected, merged(traces))
+    print(f"{error:.1e} ({where})")
+    assert error < 1e-9, where
+    assert merged(traces).initial == expected.initial
+    assert disagreeing_replicas(traces) == []
