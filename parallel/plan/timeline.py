@@ -1,0 +1,159 @@
+"""What a pipeline schedule does when: the order of actions per rank, and a simulation of it with a cost per stage.
+
+The orders are those that torch's schedules themselves execute, not formulas about them. Times are in units of the given
+costs; messages are free. The bubble is the share of all ranks' time in which a rank computes nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from parallel.config import ParallelismConfig
+from parallel.pipeline import SCHEDULES
+from parallel.stages import SINGLE, stage_count, stages_of
+
+FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
+"""Forward; whole backward; and the two halves of a split one: gradients of inputs, gradients of weights."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """One piece of computing: `kind` of a microbatch on a stage."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """An action on a rank, from start to end in seconds or in units of cost."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+def order(parallelism: ParallelismConfig, microbatches: int) -> list[list[Action]]:
+    """The actions of every pipeline rank in the order in which its schedule runs them."""
+    schedule, pp = parallelism.pp_schedule, parallelism.pp
+    if schedule in SINGLE:
+        plain = _gpipe if schedule == "gpipe" else _one_f_one_b
+        return [plain(rank, pp, microbatches) for rank in range(pp)]
+    stages = [
+        SimpleNamespace(
+            stage_index=stage,
+            num_stages=stage_count(parallelism),
+            group_size=pp,
+            group_rank=0,
+            is_first=stage == 0,
+            is_last=stage == stage_count(parallelism) - 1,
+            submod=nn.Identity(),
+        )
+        for stage in stages_of(0, parallelism)
+    ]
+    built = SCHEDULES[schedule](stages, microbatches, loss_fn=lambda loss, _: loss, scale_grads=False)
+    return [_plain(built.pipeline_order[rank]) for rank in range(pp)]
+
+
+def _plain(actions: Sequence[Any]) -> list[Action]:
+    flat = [part for action in actions if action is not None for part in (action.sub_actions or (action,))]
+    return [Action(part.computation_type.value, part.stage_index, part.microbatch_index) for part in flat]
+
+
+def _gpipe(rank: int, pp: int, microbatches: int) -> list[Action]:
+    return [Action(kind, rank, microbatch) for kind in (FORWARD, BACKWARD) for microbatch in range(microbatches)]
+
+
+def _one_f_one_b(rank: int, pp: int, microbatches: int) -> list[Action]:
+    warmup = min(microbatches, pp - rank)
+    actions = [Action(FORWARD, rank, microbatch) for microbatch in range(warmup)]
+    for microbatch in range(microbatches):
+        actions.append(Action(BACKWARD, rank, microbatch))
+        if warmup + microbatch < microbatches:
+            actions.append(Action(FORWARD, rank, warmup + microbatch))
+    return actions
+
+
+def simulate(orders: list[list[Action]], stages: int, cost: Callable[[Action], float]) -> list[Span]:
+    """Run the orders: an action starts when its rank is free and what it needs is there.
+
+    Raises AssertionError for orders that wait for one another for ever.
+    """
+    done: dict[Action, float] = {}
+    spans: list[Span] = []
+    clocks, places = [0.0] * len(orders), [0] * len(orders)
+    while any(place < len(actions) for place, actions in zip(places, orders, strict=True)):
+        moved = False
+        for rank, actions in enumerate(orders):
+            while places[rank] < len(actions):
+                action = actions[places[rank]]
+                needed = _needs(action, stages, done)
+                if needed is None:
+                    break
+                start = max(clocks[rank], needed)
+                clocks[rank] = done[action] = start + cost(action)
+                spans.append(Span(rank, action, start, clocks[rank]))
+                places[rank] += 1
+                moved = True
+        assert moved, f"the schedule cannot go on: rank places {places}"
+    return spans
+
+
+def _needs(action: Action, stages: int, done: dict[Action, float]) -> float | None:
+    """When what an action needs is there; None while it is not."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind == FORWARD:
+        needed = [] if stage == 0 else [[Action(FORWARD, stage - 1, microbatch)]]
+    elif action.kind == WEIGHT:
+        needed = [[Action(INPUT, stage, microbatch)]]
+    else:
+        needed = [[Action(FORWARD, stage, microbatch)]]
+        if stage < stages - 1:
+            needed.append([Action(BACKWARD, stage + 1, microbatch), Action(INPUT, stage + 1, microbatch)])
+    times = []
+    for alternatives in needed:
+        found = [done[alternative] for alternative in alternatives if alternative in done]
+        if not found:
+            return None
+        times.append(min(found))
+    return max(times, default=0.0)
+
+
+def equal_costs(action: Action) -> float:
+    """A backward pass costs two forward passes, each half of a split one as much as a forward pass."""
+    return 2.0 if action.kind == BACKWARD else 1.0
+
+
+def bubble(spans: list[Span], ranks: int) -> float:
+    """Share of the ranks' time, from the first start to the last end, in which they compute nothing."""
+    length = max(span.end for span in spans) - min(span.start for span in spans)
+    return 1.0 - sum(span.end - span.start for span in spans) / (ranks * length)
+
+
+def peak_activations(actions: list[Action]) -> int:
+    """The most microbatches times stages whose activations a rank holds at once: from forward to backward's end.
+
+    The activations of a split backward pass live until its weight half.
+    """
+    split = {action.kind for action in actions} & {WEIGHT}
+    held = peak = 0
+    waiting = {(a.stage, a.microbatch) for a in actions if a.kind == WEIGHT} if split else set()
+    for action in actions:
+        key = (action.stage, action.microbatch)
+        if action.kind == FORWARD:
+            held += 1
+            peak = max(peak, held)
+        elif action.kind in (BACKWARD, WEIGHT) or (action.kind == INPUT and key not in waiting):
+            held -= 1
+    assert held == 0
+    return peak
+
+
+def expected(parallelism: ParallelismConfig, microbatches: int) -> list[Span]:
+    """The simulated timeline of a config with equal costs of all stages."""
+    return simulate(order(parallelism, microbatches), stage_count(parallelism), equal_costs)
