@@ -47,7 +47,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Te
     grouped = query.shape[1] != key.shape[1]
     if mask.allowed is None:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask.allowed, enable_gqa=grouped)
+    # No fused kernel takes both a mask and grouped heads; unfused, all scores would stand in memory.
+    copies = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(copies, dim=1) if grouped else x for x in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask.allowed)
 
 
 class KeyValueCache:

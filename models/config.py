@@ -5,6 +5,9 @@ from enum import StrEnum
 
 from models.errors import ConfigError
 
+LOSS_CHUNK = 2048
+"""Tokens whose logits exist at a time in the loss."""
+
 
 class RopeScaling(StrEnum):
     none = "none"

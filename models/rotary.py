@@ -8,13 +8,13 @@ from torch import Tensor
 from models.config import RopeConfig, RopeScaling
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device | None = None) -> tuple[Tensor, float]:
     """Angle per position of each pair of channels, float64 (head_dim / 2,), and the factor on cosine and sine.
 
     Sources: linear, Chen et al. 2023 (arXiv:2306.15595); Llama 3, Grattafiori et al. 2024 (arXiv:2407.21783) with the
     smoothing that Meta published; YaRN, Peng et al. 2023 (arXiv:2309.00071), equations 17 to 22.
     """
-    plain = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    plain = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
     if rope.scaling == RopeScaling.none:
         return plain, 1.0
     stretched = plain / rope.factor
@@ -32,7 +32,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
 
     low = max(math.floor(channel_of(rope.beta_fast)), 0)
     high = min(math.ceil(channel_of(rope.beta_slow)), head_dim - 1)
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float64, device=device) - low) / max(high - low, 1e-3)
     stretch = ramp.clamp(0, 1)
     factor = rope.attention_factor if rope.attention_factor is not None else 0.1 * math.log(rope.factor) + 1
     return stretch * stretched + (1 - stretch) * plain, factor
@@ -43,8 +43,8 @@ def rotary_tables(rope: RopeConfig, head_dim: int, positions: Tensor, dtype: tor
 
     Angles are worked out in float64, since a position near 131,072 times a frequency near 1 has no exact float32 turn.
     """
-    frequencies, factor = inverse_frequencies(rope, head_dim)
-    angles = positions.double().unsqueeze(-1) * frequencies.to(positions.device)
+    frequencies, factor = inverse_frequencies(rope, head_dim, positions.device)
+    angles = positions.double().unsqueeze(-1) * frequencies
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 

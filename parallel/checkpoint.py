@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from models.errors import ConfigError
+from models.errors import ConfigError, RunError
 from parallel.plain_reader import PlainPlanner, PlainReader
 
 COMPLETE = "COMPLETE"
@@ -82,6 +82,7 @@ def save(folder: Path, model: nn.Module, optimizers: list[Optimizer], state: dic
             raise
     _wait_for_all()
     if first:
+        _require_shards(partial)
         torch.save(state, partial / _STATE)
         for path in partial.iterdir():
             _sync(path)
@@ -107,7 +108,7 @@ def load(folder: Path, model: nn.Module, optimizers: list[Optimizer]) -> dict[st
     set_model_state_dict(model, tensors["model"], options=_OPTIONS)
     for index, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(model, optimizer, tensors[f"optimizer_{index}"], options=_OPTIONS)
-    return torch.load(folder / _STATE, weights_only=True)
+    return torch.load(folder / _STATE, weights_only=True, map_location="cpu")
 
 
 def retain(folder: Path, keep: int) -> None:
@@ -122,6 +123,14 @@ def _tensors(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
     for index, optimizer in enumerate(optimizers):
         tensors[f"optimizer_{index}"] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
     return tensors
+
+
+def _require_shards(folder: Path) -> None:
+    """Raise RunError unless every file that the metadata speaks of is there: a rank may have written elsewhere."""
+    storage = PlainReader(folder).read_metadata().storage_data
+    missing = sorted({info.relative_path for info in storage.values() if not (folder / info.relative_path).exists()})
+    if missing:
+        raise RunError(f"{folder}: {', '.join(missing)} is missing; do all ranks see this folder?")
 
 
 def _wait_for_all() -> None:

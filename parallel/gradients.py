@@ -88,17 +88,20 @@ def guard_update(model: nn.Module, optimizer: Optimizer, norm: Tensor) -> None:
     optimizer.found_inf = bad if held is None else torch.maximum(held, bad)  # type: ignore[attr-defined]
 
 
-def require_finite(model: nn.Module, norm: float) -> None:
-    """Raise NonFiniteGradientError on every rank, naming parameters and ranks, for a norm that is not finite."""
+def require_finite(model: nn.Module, norm: float, step: int | None = None) -> None:
+    """Raise NonFiniteGradientError on every rank, naming parameters and ranks, for a norm that is not finite.
+
+    `step` is given where the norm is that of an earlier step, whose gradients may be gone.
+    """
     if not math.isfinite(norm):
-        raise NonFiniteGradientError(_describe(model))
+        raise NonFiniteGradientError(_describe(model, step))
 
 
 def _precise(gradient: Tensor) -> Tensor:
     return gradient if gradient.dtype == torch.float64 else gradient.float()
 
 
-def _describe(model: nn.Module) -> str:
+def _describe(model: nn.Module, step: int | None) -> str:
     """Which parameters, on which ranks: every rank asks every other, since only some may hold the bad values."""
     bad = [
         name
@@ -110,10 +113,11 @@ def _describe(model: nn.Module) -> str:
         found = [[]] * dist.get_world_size()
         dist.all_gather_object(found, bad)
     lines = [f"rank {rank}: {_shorten(names)}" for rank, names in enumerate(found) if names]
-    where = "; ".join(lines) or "no single element, but the sum of squares is too large"
+    nothing = "no single element, but the sum of squares is too large" if step is None else "its gradients are gone"
+    when = "" if step is None else f" of step {step}"
     return (
-        f"the gradient is not finite ({where}); the weights were not updated. Lower optimizer.lr, look at the data of "
-        f"this step, or find the operation with debug=anomaly."
+        f"the gradient{when} is not finite ({'; '.join(lines) or nothing}); the weights were not updated. Lower "
+        f"optimizer.lr, look at the data of this step, or find the operation with debug=anomaly."
     )
 
 

@@ -80,6 +80,12 @@ class Layout:
         return rank // devices_per_node
 
 
+def piece(size: int, ranks: int, rank: int) -> range:
+    """Which indices of a dimension a rank holds: equal pieces of ceil(size / ranks), the last ones shorter or empty."""
+    length = -(-size // ranks)
+    return range(min(rank * length, size), min((rank + 1) * length, size))
+
+
 def world_size(cluster: ClusterConfig, parallelism: ParallelismConfig, gpus: int) -> int:
     """How many ranks a run has: what the cluster says, else every GPU seen, else on a CPU what the axes ask for."""
     if cluster.devices_per_node is not None:
@@ -90,12 +96,17 @@ def world_size(cluster: ClusterConfig, parallelism: ParallelismConfig, gpus: int
     return parallelism.pp * parallelism.dp_replicate * shard * parallelism.cp * parallelism.tp
 
 
-def resolve(parallelism: ParallelismConfig, world: int) -> Layout:
+def resolve(parallelism: ParallelismConfig, world: int, nodes: int = 1) -> Layout:
     """The layout of a config in a world of so many ranks. Raises ConfigError where the sizes do not make up a world."""
     sizes = {axis: getattr(parallelism, axis) for axis in (*AXES, "ep", "etp")}
     for axis, size in sizes.items():
         if size < 1 and not (axis == "dp_shard" and size == -1):
             raise ConfigError(f"parallelism.{axis}={size} must be at least 1{' or -1' * (axis == 'dp_shard')}.")
+    if world % nodes:
+        raise ConfigError(
+            f"cluster.nodes={nodes} must divide the {world} ranks of the run, the same number on each. Write cluster."
+            f"nodes=1, or axes whose product {nodes} divides."
+        )
     others = sizes["pp"] * sizes["dp_replicate"] * sizes["cp"] * sizes["tp"]
     if sizes["dp_shard"] == -1:
         sizes["dp_shard"] = max(world // others, 1)

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from models.loss import IGNORE, WholeVocabulary
 from parallel.collectives import all_gather, all_reduce, size_of
+from parallel.layout import piece
 
 
 def valid_tokens(labels: Tensor) -> Tensor:
@@ -25,8 +26,8 @@ class VocabularyShard(WholeVocabulary):
 
     def __init__(self, group: ProcessGroup, rows: int) -> None:
         self.group, self.rows = group, rows
-        self.piece = -(-rows // size_of(group))
-        self.first = self.piece * group.rank()
+        self.piece = len(piece(rows, size_of(group), 0))
+        self.first = piece(rows, size_of(group), group.rank()).start
 
     def whole(self, own: Tensor) -> Tensor:
         padded = pad(own, (0, self.piece - own.shape[-1]))

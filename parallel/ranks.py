@@ -1,15 +1,18 @@
 """Who this process is among the processes of a run, and how they find each other."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from models.errors import ConfigError
 
+T = TypeVar("T")
 STORE_VARIABLE = "QUINTET_STORE"
 """A file on this machine through which the processes of our own launcher meet: no port that another could take."""
 
@@ -29,9 +32,14 @@ class Ranks:
 def detect(environment: Mapping[str, str] = os.environ) -> Ranks:
     """This process's place, from the variables that our launcher, torchrun or srun set.
 
-    A SLURM allocation without srun, or srun with one task, is one process: it starts its own.
+    A SLURM allocation without srun, or srun with one task, is one process: it starts its own. Raises ConfigError where
+    variables are missing.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
+        if int(environment["WORLD_SIZE"]) > 1 and "LOCAL_RANK" not in environment:
+            raise ConfigError(
+                "RANK and WORLD_SIZE are set, but LOCAL_RANK is not: use torchrun, or set it for every process."
+            )
         return Ranks(
             int(environment["RANK"]),
             int(environment["WORLD_SIZE"]),
@@ -39,12 +47,23 @@ def detect(environment: Mapping[str, str] = os.environ) -> Ranks:
             int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
             "quintet" if STORE_VARIABLE in environment else "torchrun",
         )
-    if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
-        tasks, nodes = int(environment["SLURM_NTASKS"]), int(environment.get("SLURM_NNODES", "1"))
+    # The step's own number: a batch script, too, has SLURM_PROCID and the number of tasks of the whole job.
+    if "SLURM_PROCID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        tasks = int(environment["SLURM_STEP_NUM_TASKS"])
+        nodes = int(environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES", "1")))
         return Ranks(
             int(environment["SLURM_PROCID"]), tasks, int(environment["SLURM_LOCALID"]), max(tasks // nodes, 1), "srun"
         )
     return Ranks()
+
+
+def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
+    """Host and port where the tasks of a SLURM step meet: its first node, and a port of the job's and step's own."""
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+    first = re.match(r"[^,\[]+(\[[^,\]-]+)?", nodes)
+    assert first is not None, f"no host in {nodes}"
+    job, step = int(environment.get("SLURM_JOB_ID", "0")), int(environment.get("SLURM_STEP_ID", "0"))
+    return first[0].replace("[", ""), 15000 + (job * 101 + step) % 20000
 
 
 def check_launch(ranks: Ranks, nodes: int, devices_per_node: int | None) -> None:
@@ -79,12 +98,23 @@ def start_process_group(ranks: Ranks, device: torch.device, timeout_s: float = 1
     elif STORE_VARIABLE in os.environ:
         store = dist.FileStore(os.environ[STORE_VARIABLE], ranks.world)
     else:
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        if ranks.launcher == "srun":
+            address, port = slurm_meeting_point(os.environ)
+            os.environ.setdefault("MASTER_ADDR", address)
+            os.environ.setdefault("MASTER_PORT", str(port))
         dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world, timeout=timeout, device_id=device_id)
         return
     dist.init_process_group(
         backend, store=store, rank=ranks.rank, world_size=ranks.world, timeout=timeout, device_id=device_id
     )
+
+
+def from_first_rank(value: T) -> T:
+    """Rank 0's value, on every rank."""
+    values = [value]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def stop_process_group() -> None:

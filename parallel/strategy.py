@@ -15,6 +15,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from models.decoder import Decoder
@@ -48,6 +49,16 @@ class QuintetStrategy(ModelParallelStrategy):
         """The Lightning module."""
         return cast(Trainable, self.lightning_module)
 
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device: the GPU of its local number, or the only one that it can see."""
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[self.ranks.local_rank if len(devices) > 1 else 0]
+
+    def set_world_ranks(self) -> None:
+        """They are what the launcher says (RanksEnvironment); only Lightning's own printing must be told."""
+        cast(Any, rank_zero_only).rank = self.ranks.rank
+
     def setup_environment(self) -> None:
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
@@ -63,6 +74,7 @@ class QuintetStrategy(ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        quiet_signals(trainer)
         if self.parallel is None:  # `validate` after `fit` comes here again with the model that was trained
             mesh = make_mesh(self.config, self.layout, self.root_device.type)
             self.parallel = parallelize(self.module.decoder, self.config, self.layout, mesh)
@@ -108,6 +120,16 @@ class QuintetStrategy(ModelParallelStrategy):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Nothing, as above."""
         return {}
+
+
+def quiet_signals(trainer: Any) -> None:
+    """Take out two private pieces of Lightning 2.6.6 that deal with SIGTERM.
+
+    One broadcasts a flag and reads it on the host at every step, so that a GPU is waited for; the other broadcasts from
+    inside a signal handler, among whatever collectives are under way.
+    """
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+    trainer._signal_connector.register_signal_handlers = lambda: None
 
 
 class RanksEnvironment(ClusterEnvironment):

@@ -20,6 +20,7 @@ from models.decoder import Decoder, DecoderLayer, OutputLayer
 from models.feed_forward import FeedForward
 from models.norm import RMSNorm, rms_norm
 from parallel.collectives import all_reduce, enter_tensor_parallel, leave_tensor_parallel
+from parallel.layout import piece
 from parallel.loss import GatheredVocabulary, VocabularyShard
 from parallel.sharded import local
 
@@ -51,8 +52,8 @@ def sum_partial_gradients(model: nn.Module, names: list[str], group: ProcessGrou
     parameters = dict(model.named_parameters())
     gradients = [local(gradient) for name in names if (gradient := parameters[name].grad) is not None]
     summed = all_reduce(torch.cat([gradient.flatten() for gradient in gradients]), group)
-    for gradient, piece in zip(gradients, summed.split([gradient.numel() for gradient in gradients]), strict=True):
-        gradient.copy_(piece.view_as(gradient))
+    for gradient, part in zip(gradients, summed.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 class _Axis:
@@ -71,7 +72,7 @@ class _Axis:
             return
         shape = list(whole.shape)
         if isinstance(placement, Shard):
-            shape[placement.dim] = len(whole_range(whole.shape[placement.dim], self.ranks, self.rank))
+            shape[placement.dim] = len(piece(whole.shape[placement.dim], self.ranks, self.rank))
         block = torch.empty(shape, dtype=whole.dtype, device=whole.device)
         tensor = DTensor.from_local(
             block, self.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
@@ -96,12 +97,6 @@ class _Axis:
 
     def leave(self, x: Tensor) -> Tensor:
         return leave_tensor_parallel(x, self.group, self.sequence)
-
-
-def whole_range(size: int, ranks: int, rank: int) -> range:
-    """Which indices of a dimension a rank holds: equal pieces of ceil(size / ranks), the last ones shorter or empty."""
-    piece = -(-size // ranks)
-    return range(min(rank * piece, size), min((rank + 1) * piece, size))
 
 
 def _split_columns(linear: nn.Linear, axis: _Axis) -> None:
@@ -149,7 +144,7 @@ def _split_vocabulary(decoder: Decoder, axis: _Axis, loss_parallel: bool) -> Non
     if embedding is not None:
         axis.place(embedding, _Embedding, "weight", Shard(0))
         block = cast(_Embedding, embedding)
-        block.first_row, block.leave = whole_range(rows, axis.ranks, axis.rank).start, axis.leave
+        block.first_row, block.leave = piece(rows, axis.ranks, axis.rank).start, axis.leave
     if head is not None:
         axis.place(head, _OutputLayer, "weight", Shard(0))
         decoder.tie_weights()

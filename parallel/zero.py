@@ -71,6 +71,7 @@ def before_microbatch(decoder: nn.Module, zero: int, last: bool) -> None:
     """Tell FSDP2 what the backward pass that comes next does with gradients and gathered parameters."""
     if isinstance(decoder, FSDPModule):
         decoder.set_requires_gradient_sync(last or zero >= 2)
+        decoder.set_requires_all_reduce(last)  # over replicas once a step, of what was reduced over shards
         decoder.set_reshard_after_backward(last or zero == 3)
 
 

@@ -113,16 +113,28 @@ class Checkpoints(Callback):
 
     def __init__(self, config: CheckpointConfig, folder: Path) -> None:
         self.config, self.folder = config, folder
-        self._saved = -1
+        self._saved = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._saved = trainer.global_step  # what was resumed from is there already
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         every, step = self.config.every_n_steps, trainer.global_step
-        last = self.config.at_end and step == trainer.max_steps
-        if step != self._saved and (last or (every and step % every == 0)):
-            trainer.save_checkpoint(self.folder / checkpoint_name(step))
-            self._saved = step
-            if trainer.is_global_zero:
-                retain(self.folder, self.config.keep)
+        if (self.config.at_end and step == trainer.max_steps) or (every and step % every == 0):
+            self._save(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.config.at_end:
+            self._save(trainer)  # a run that another callback has stopped
+
+    def _save(self, trainer: Trainer) -> None:
+        step = trainer.global_step
+        if step in (0, self._saved):
+            return
+        trainer.save_checkpoint(self.folder / checkpoint_name(step))
+        self._saved = step
+        if trainer.is_global_zero:
+            retain(self.folder, self.config.keep)
 
 
 class Gradients(Callback):

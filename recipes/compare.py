@@ -60,7 +60,7 @@ def _metrics(run_a: Path, run_b: Path) -> Iterator[Difference]:
         print(f"steps compared: {common[0]} to {common[-1]} (A has {len(rows_a)}, B has {len(rows_b)})")
     for step in common:
         for key in ("loss", "grad_norm", "tokens"):
-            a, b = rows_a[step][key], rows_b[step][key]
+            a, b = (math.nan if row[step][key] is None else row[step][key] for row in (rows_a, rows_b))
             yield Difference(_relative(abs(a - b), abs(a)), f"step {step} {key}  {a!r} against {b!r}")
 
 

@@ -35,7 +35,7 @@ def evaluate(composed: DictConfig) -> None:
     config = replace(trained.config, trainer=replace(trained.config.trainer, val_sequences=settings.sequences))
     data = Data(config)
     data.load()
-    lengths = None if data.tokenizer is None else torch.from_numpy(data.tokenizer.bytes_per_token())
+    lengths = None if data.tokenizer is None else torch.from_numpy(data.tokenizer.bytes_per_token()).to(trained.device)
     sums = torch.zeros(3, dtype=torch.float64)
     with torch.inference_mode():
         for batch in data.val_dataloader():

@@ -28,6 +28,7 @@ def run_on_ranks(module: str, overrides: list[str], world: int, run_id: str) -> 
     the others are ended, and RunError (or ConfigError, if it refused its config) says which rank it was, with its own
     traceback. An interrupt ends them all. Every process dies with this one.
     """
+    signal.signal(signal.SIGTERM, _terminated)
     with tempfile.TemporaryDirectory(prefix="quintet-") as folder:
         ranks = [_start(module, overrides, rank, world, run_id, Path(folder)) for rank in range(world)]
         try:
@@ -36,6 +37,10 @@ def run_on_ranks(module: str, overrides: list[str], world: int, run_id: str) -> 
             _end(ranks)
         if failed:
             _raise(failed, Path(folder))
+
+
+def _terminated(*_: object) -> None:
+    raise RunError("the launcher was asked to end (SIGTERM)")
 
 
 def _start(
@@ -101,7 +106,8 @@ def _raise(failed: dict[int, int], folder: Path) -> None:
     One that was ended by a signal left no report, and is the cause of those that did.
     """
     errors = [json.loads(path.read_text()) for path in folder.glob("error-*.json")]
-    killed = [rank for rank, code in failed.items() if code < 0]
+    # A rank that aborts (SIGABRT) does so because a peer is gone; these it does not send itself.
+    killed = [rank for rank, code in failed.items() if -code in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)]
     if errors and not killed:
         error = min(errors, key=lambda error: error["time"])
         if error["refused"]:

@@ -1,6 +1,7 @@
 """Loggers by the name a config gives them. metrics.jsonl is not among them: it is always written."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,13 @@ def wandb_logger(
         settings=wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True),
     )
     return WandbLogger(experiment=run)
+
+
+def finish_wandb() -> None:
+    """End this process's W&B run, if there is one: the next point of a sweep must not go on in it."""
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        wandb.finish()
 
 
 def csv_logger(run_dir: Path, run_id: str, config: dict[str, Any]) -> CSVLogger:

@@ -1,6 +1,7 @@
 """What is measured: one line per optimizer step in metrics.jsonl, whatever the logger, floats unrounded."""
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -47,7 +48,7 @@ class MetricsFile:
 
     def append(self, rows: list[dict[str, Any]]) -> None:
         """Add rows. Raises RunError where the disk is full or the file cannot be written."""
-        text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        text = "".join(json.dumps(_finite(row)) + "\n" for row in rows).encode()
         descriptor = None
         try:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -61,6 +62,11 @@ class MetricsFile:
         finally:
             if descriptor is not None:
                 os.close(descriptor)
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity: null."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 
 class StepClock:
@@ -110,6 +116,7 @@ class Metrics(Callback):
         self._peak = None
         if device is not None and config.precision.compute != FloatType.float64:
             self._peak = device.bf16_flops if config.precision.compute == FloatType.bfloat16 else device.fp32_flops
+        self._saved = False
         self._pending: list[tuple[int, float, dict[str, Tensor]]] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -119,6 +126,9 @@ class Metrics(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._lr = trainer.optimizers[0].param_groups[0]["lr"]
+        if self._saved:
+            self._clock.skip()
+            self._saved = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._clock.tick()
@@ -131,6 +141,11 @@ class Metrics(Callback):
             return
         self.flush(trainer)
         self._clock.skip()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Nothing is saved whose steps are not written, or turn out to have had a bad gradient."""
+        self.flush(trainer)
+        self._saved = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flush(trainer)
@@ -154,7 +169,7 @@ class Metrics(Callback):
         if self.file is not None:
             self.file.append(rows)
         for row in rows:
-            require_finite(trainer.lightning_module.decoder, row["grad_norm"])
+            require_finite(trainer.lightning_module.decoder, row["grad_norm"], row["step"])
         self.latest = rows[-1]
         for logger in trainer.loggers:
             for row in rows:

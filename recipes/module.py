@@ -29,6 +29,8 @@ class LanguageModel(LightningModule):
         self.bytes_per_token = bytes_per_token
         self.step_metrics: dict[str, Tensor] = {}
         """Scalars of the last optimizer step, on the device; fetched together at the logging interval."""
+        self.validation: dict[str, float] = {}
+        """Means of the last validation, in full precision; the same on every rank."""
         self._validation = torch.zeros(3)
 
     def configure_model(self) -> None:
@@ -54,7 +56,7 @@ class LanguageModel(LightningModule):
         """Clip by the norm of the whole model, stop if it is not finite, and keep norm and factor as metrics."""
         result = clip(self.parallel)
         guard_update(self.decoder, optimizer, result.norm)
-        self.step_metrics |= {"grad_norm": result.norm, "clip_factor": result.factor}
+        self.step_metrics |= {"grad_norm": result.norm.to(self.device), "clip_factor": result.factor.to(self.device)}
 
     def configure_optimizers(self) -> Any:
         optimizer = make_optimizer(self.config.optimizer, self.decoder)
@@ -63,6 +65,8 @@ class LanguageModel(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         self._validation = torch.zeros(3, dtype=torch.float64, device=self.device)
+        if self.bytes_per_token is not None:
+            self.bytes_per_token = self.bytes_per_token.to(self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         loss = evaluate(self.parallel, batch)
@@ -71,4 +75,5 @@ class LanguageModel(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         sums = self.parallel.sum_of_parts(self._validation)
-        self.log_dict({f"val/{name}": value for name, value in means(sums).items()})
+        self.validation = {f"val/{name}": value for name, value in means(sums).items()}
+        self.log_dict(self.validation)

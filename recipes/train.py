@@ -3,13 +3,14 @@
 import logging
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from models.errors import ConfigError, RunError
+from models.errors import ConfigError
 from parallel.config import Config
 from parallel.layout import AXES, Layout, resolve, world_size
 from parallel.plan.validate import refuse, validate
@@ -18,7 +19,7 @@ from recipes.command import command
 from recipes.schema import to_config
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch import Callback
     from lightning.pytorch.loggers import Logger
 
     from parallel.ranks import Ranks
@@ -35,8 +36,9 @@ def train(composed: DictConfig) -> None:
     # torch and Lightning take seconds to import: not before the config is known to be well formed.
     import torch
 
-    from parallel.ranks import check_launch, detect, stop_process_group
+    from parallel.ranks import check_launch, detect, from_first_rank, start_process_group, stop_process_group
     from recipes.launch import error_reported, run_on_ranks
+    from recipes.loggers import finish_wandb
     from recipes.run_directory import RunDirectory
 
     gpus = 0 if config.cluster.device == "cpu" else torch.cuda.device_count()
@@ -63,21 +65,27 @@ def train(composed: DictConfig) -> None:
             )
         try:
             run_on_ranks("recipes.train", [*overrides, f"run.id={config.run.id}"], world, config.run.id)
-        except RunError as error:
+        except BaseException as error:
             # Rank 0 writes the run's files, but it may not be the one that failed.
-            RunDirectory(Path(config.run.dir)).fail(str(error))
+            RunDirectory(Path(config.run.dir)).fail(str(error) or type(error).__name__)
             raise
         return
 
     with error_reported(ranks.rank):
+        gpu = ranks.local_rank if gpus > 1 else 0
+        start_process_group(ranks, torch.device("cuda", gpu) if gpus else torch.device("cpu"))
+        config = replace(config, run=from_first_rank(config.run))
         run = RunDirectory(Path(config.run.dir), writes=ranks.rank == 0)
         run.create(config, overrides)
         with run.recorded():
-            run.finish(fit(config, layout, ranks, run, on_gpu=gpus > 0))
+            try:
+                run.finish(fit(config, layout, ranks, run, gpus))
+            finally:
+                finish_wandb()
         stop_process_group()
 
 
-def fit(config: Config, layout: Layout, ranks: "Ranks", run: "RunDirectory", on_gpu: bool) -> dict[str, Any]:
+def fit(config: Config, layout: Layout, ranks: "Ranks", run: "RunDirectory", gpus: int) -> dict[str, Any]:
     """Train to trainer.max_steps and validate; returns the final numbers."""
     import torch
     from lightning.pytorch import Trainer
@@ -91,6 +99,7 @@ def fit(config: Config, layout: Layout, ranks: "Ranks", run: "RunDirectory", on_
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="lightning.pytorch.utilities._pytree")
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # what we log is summed over ranks already
+    warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")  # it is: see recipes/data/module.py
     if config.cluster.threads is not None:
         torch.set_num_threads(config.cluster.threads)
     if config.deterministic:
@@ -101,7 +110,7 @@ def fit(config: Config, layout: Layout, ranks: "Ranks", run: "RunDirectory", on_
     if run.writes:
         data.save_tokenizer(run.path)
     lengths = None if data.tokenizer is None else torch.from_numpy(data.tokenizer.bytes_per_token())
-    device = recognise(torch.cuda.get_device_name(0)) if on_gpu else None
+    device = recognise(torch.cuda.get_device_name(0)) if gpus else None
     file = MetricsFile(run.path / "metrics.jsonl") if run.writes else None
     metrics = Metrics(config, file, device, layout.world)
     callbacks = make_callbacks(config, data, metrics, run)
@@ -109,8 +118,8 @@ def fit(config: Config, layout: Layout, ranks: "Ranks", run: "RunDirectory", on_
     trainer = Trainer(
         strategy=QuintetStrategy(config, layout, ranks),
         plugins=[RanksEnvironment(ranks)],
-        accelerator="cuda" if on_gpu else "cpu",
-        devices=ranks.local_world,
+        accelerator="cuda" if gpus else "cpu",
+        devices=min(ranks.local_world, gpus) if gpus else ranks.local_world,
         num_nodes=ranks.world // ranks.local_world,
         max_steps=config.trainer.max_steps,
         max_epochs=-1,
@@ -130,14 +139,14 @@ def fit(config: Config, layout: Layout, ranks: "Ranks", run: "RunDirectory", on_
     )
     resume = checkpoint_to_resume(config, run)
     if run.writes:
-        log.info(describe(config, layout, on_gpu))
+        log.info(describe(config, layout, gpus > 0))
         if resume is not None:
             log.info("going on from %s", resume)
     module = LanguageModel(config, layout.coordinates(ranks.rank)["pp"], lengths)
     trainer.fit(module, datamodule=data, ckpt_path=resume)
     if config.trainer.val_interval and trainer.global_step % config.trainer.val_interval:
         trainer.validate(module, datamodule=data, verbose=False)
-    return final_numbers(trainer, metrics)
+    return {"steps": trainer.global_step, **metrics.latest, **module.validation}
 
 
 def describe(config: Config, layout: Layout, on_gpu: bool) -> str:
@@ -164,12 +173,6 @@ def checkpoint_to_resume(config: Config, run: "RunDirectory") -> Path | None:
     if config.ckpt == "auto":
         return next(iter(reversed(complete_checkpoints(run.checkpoints))), None)
     return None if config.ckpt == "none" else find(Path(config.ckpt))
-
-
-def final_numbers(trainer: "Trainer", metrics: "Metrics") -> dict[str, Any]:
-    """What DONE holds: the last step's row and the last validation."""
-    validation = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val/")}
-    return {"steps": trainer.global_step, **metrics.latest, **validation}
 
 
 def make_callbacks(config: Config, data: "Data", metrics: "Metrics", run: "RunDirectory") -> "list[Callback]":

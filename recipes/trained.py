@@ -40,6 +40,7 @@ def load_trained(run: str) -> Trained:
     decoder.to(DTYPES[config.precision.master]).to_empty(device=device)
     decoder.tie_weights()
     load(checkpoint, decoder, [])
+    decoder.to(DTYPES[config.precision.compute])  # as training computes with them
     return Trained(config, decoder.eval(), checkpoint, device)
 
 

@@ -13,7 +13,7 @@ def batch_sums(loss: Tensor, labels: Tensor, bytes_per_token: Tensor | None) -> 
     tokens = valid_tokens(labels)
     text = torch.zeros_like(tokens)
     if bytes_per_token is not None:
-        text = bytes_per_token.to(labels.device)[labels.clamp_min(0)].where(labels >= 0, 0).sum()
+        text = bytes_per_token[labels.clamp_min(0)].where(labels >= 0, 0).sum()
     return torch.stack([loss.double(), tokens.double(), text.double()])
 
 

@@ -10,14 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from models.config import ModelConfig
+from models.config import LOSS_CHUNK, ModelConfig
 from models.counts import end_shapes, layer_shapes
-from parallel.config import Config, FloatType
+from parallel.config import Config, FloatType, recompute_interval
 from parallel.layout import Layout
 
 BYTES = {FloatType.float64: 8, FloatType.float32: 4, FloatType.bfloat16: 2}
-LOSS_CHUNK = 2048
-"""Tokens whose logits exist at a time (models/loss.py)."""
 Add = Callable[[str, str, int, int], None]
 _COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 
@@ -85,8 +83,13 @@ def _tensor_parallel(config: Config, layout: Layout, microbatches: int, add: Add
     model, data, parallelism = config.model, config.data, config.parallelism
     tokens, compute = data.micro_batch * data.seq_len, BYTES[config.precision.compute]
     crossings = 2 * (2 * model.num_hidden_layers + 1) * microbatches
-    for operation in ("all_gather", "reduce_scatter") if parallelism.sequence_parallel else ("all_reduce",):
-        add("tp", operation, tokens * model.hidden_size * compute, crossings)
+    # A recomputed layer makes its way once more up to the last result that is needed: all but the feed-forward's sum.
+    again = _recomputed_layers(config) * microbatches
+    if parallelism.sequence_parallel:
+        add("tp", "all_gather", tokens * model.hidden_size * compute, crossings + 2 * again)
+        add("tp", "reduce_scatter", tokens * model.hidden_size * compute, crossings + again)
+    else:
+        add("tp", "all_reduce", tokens * model.hidden_size * compute, crossings + again)
     for start in range(0, tokens, LOSS_CHUNK):
         chunk = min(LOSS_CHUNK, tokens - start)
         if parallelism.loss_parallel:
@@ -107,6 +110,15 @@ def _tensor_parallel(config: Config, layout: Layout, microbatches: int, add: Add
         add("tp", "all_reduce", sum(partial) * BYTES[config.precision.master], 1)
 
 
+def _recomputed_layers(config: Config) -> int:
+    """How many layers are worked out again as a whole; single blocks end before their sum and send nothing more."""
+    mode, layers = config.parallelism.recompute, config.model.num_hidden_layers
+    if mode == "selective:ops":
+        return layers
+    interval = recompute_interval(mode)
+    return 0 if interval is None else -(-layers // interval)
+
+
 def _zero(config: Config, layout: Layout, mesh: Layout, microbatches: int, add: Add) -> None:
     """Gathers of parameters and sums of gradients, per FSDP2 group: each layer, and the ends."""
     model, zero = config.model, config.parallelism.zero
@@ -122,7 +134,7 @@ def _zero(config: Config, layout: Layout, mesh: Layout, microbatches: int, add: 
         reductions = microbatches if zero >= 2 else 1
         add("dp_shard", "all_gather", elements * BYTES[config.precision.compute], gathers)
         add("dp_shard", "reduce_scatter", elements * BYTES[config.precision.reduce], reductions)
-        add("dp_replicate", "all_reduce", elements // mesh.dp_shard * BYTES[config.precision.reduce], reductions)
+        add("dp_replicate", "all_reduce", elements // mesh.dp_shard * BYTES[config.precision.reduce], 1)
 
 
 def _padded(name: str, shape: tuple[int, ...], config: Config, layout: Layout, shards: int) -> int:

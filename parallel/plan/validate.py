@@ -8,7 +8,7 @@ from math import inf, isqrt
 
 from models.counts import parameter_count
 from models.errors import ConfigError
-from parallel.config import Config, DecayShape, MuonConfig, SyntheticData, TokenizerKind, recompute_interval
+from parallel.config import Config, DecayShape, FloatType, MuonConfig, SyntheticData, TokenizerKind, recompute_interval
 from parallel.devices import DEVICES
 from parallel.layout import Layout, resolve
 from parallel.plan.traffic import BYTES, ring_bytes
@@ -40,10 +40,21 @@ def refuse(problems: list[Problem]) -> None:
 def validate(config: Config, world: int) -> list[Problem]:
     """All problems of a config in a world of so many ranks; an empty list is a config that can run."""
     messages: list[str] = []
-    for rule in (_model, _unavailable, _recompute, _sequence, _vocabulary, _data, _optimizer, _scheduler, _trainer):
+    for rule in (
+        _model,
+        _precision,
+        _unavailable,
+        _recompute,
+        _sequence,
+        _vocabulary,
+        _data,
+        _optimizer,
+        _scheduler,
+        _trainer,
+    ):
         messages += rule(config)
     try:
-        layout = resolve(config.parallelism, world)
+        layout = resolve(config.parallelism, world, config.cluster.nodes)
     except ConfigError as error:
         messages.append(str(error))
     else:
@@ -184,6 +195,8 @@ def _pipeline(config: Config, layout: Layout) -> Iterator[str]:
 def _costs(config: Config, layout: Layout) -> Iterator[str]:
     """What is legal and costly."""
     parallelism, data = config.parallelism, config.data
+    if parallelism.zero and layout.dp_shard == 1:
+        yield f"parallelism.zero={parallelism.zero} shares nothing out: there is one data rank to a shard (dp_shard=1)."
     if layout.pp == 1 or parallelism.zero < 2 or layout.dp_shard == 1:
         return
     stage = parameter_count(config.model) // (layout.pp * layout.tp)
@@ -209,6 +222,18 @@ def _model(config: Config) -> Iterator[str]:
         config.model.check()
     except ConfigError as error:
         yield str(error)
+
+
+def _precision(config: Config) -> Iterator[str]:
+    precision = config.precision
+    sizes = {key: BYTES[getattr(precision, key)] for key in ("master", "compute", "reduce")}
+    if sizes["compute"] > sizes["master"] or sizes["reduce"] > sizes["master"] or sizes["reduce"] < sizes["compute"]:
+        yield (
+            f"precision: compute={precision.compute} must not be finer than master={precision.master}, nor reduce="
+            f"{precision.reduce} coarser than compute or finer than master. Write precision=fp32, bf16 or fp64."
+        )
+    if precision.master == FloatType.bfloat16:
+        yield "precision.master=bfloat16 loses small updates. Write precision.master=float32, as precision=bf16 does."
 
 
 def _recompute(config: Config) -> Iterator[str]:

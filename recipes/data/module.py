@@ -1,5 +1,6 @@
 """The Lightning data module: which loader a data rank reads, from which step on."""
 
+import logging
 from pathlib import Path
 
 from lightning.pytorch import LightningDataModule
@@ -11,6 +12,8 @@ from recipes.data.store import open_split, open_tokenizer, prepare
 from recipes.data.tokenizer import Tokenizer
 from recipes.data.windows import PackedWindows, StepOrder, SyntheticWindows, TrainBatches, ValidationBatches, Windows
 
+log = logging.getLogger("quintet.data")
+
 
 class Data(LightningDataModule):
     """Prepared data of a config, cut into the part of one data rank."""
@@ -21,7 +24,9 @@ class Data(LightningDataModule):
         self.tokenizer: Tokenizer | None = None
         """None for synthetic data, which has no text."""
         self.first_step = 0
-        """Steps already trained; the loader goes on from there."""
+        """Step of the data (consumed samples over global_batch) that the loader begins at."""
+        self.trained_steps = 0
+        """Optimizer steps done when the loader begins; other than first_step where global_batch has changed."""
         self._windows: dict[str, Windows] = {}
 
     def load(self) -> None:
@@ -52,7 +57,8 @@ class Data(LightningDataModule):
     def state_dict(self) -> dict[str, int]:
         """How far the data has been read: with the seed, all there is to know."""
         assert self.trainer is not None
-        return {"consumed_samples": self.trainer.global_step * self.config.data.global_batch}
+        steps = self.first_step + self.trainer.global_step - self.trained_steps
+        return {"consumed_samples": steps * self.config.data.global_batch, "trained_steps": self.trainer.global_step}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Go on after the samples consumed. Raises ConfigError where another global_batch makes that no whole step."""
@@ -62,13 +68,16 @@ class Data(LightningDataModule):
                 f"data.global_batch={batch}: the checkpoint has consumed {consumed} samples, not a whole number of "
                 f"steps of {batch}. Write a divisor of {consumed}."
             )
-        self.first_step = consumed // batch
+        self.first_step, self.trained_steps = consumed // batch, state_dict["trained_steps"]
+        if self.first_step != self.trained_steps:
+            log.info("data.global_batch has changed to %d: going on after %d samples", batch, consumed)
 
     def train_dataloader(self) -> DataLoader:
         windows = self._windows["train"]
         order = StepOrder(len(windows), self.config.data.global_batch, self.config.seed)
         batches = TrainBatches(windows, order, self.data_rank, self.data_ranks, self.config.debug.overfit_steps)
-        steps = range(self.first_step, self.config.trainer.max_steps)
+        left = self.config.trainer.max_steps - self.trained_steps
+        steps = range(self.first_step, self.first_step + left)
         return self._loader(batches, steps)
 
     def val_dataloader(self) -> DataLoader:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from models.errors import ConfigError
-from parallel.ranks import check_launch, detect
+from parallel.ranks import check_launch, detect, slurm_meeting_point
 
 SMALL = [
     "data=synthetic",
@@ -102,14 +102,15 @@ def test_torchrun_ranks_are_joined(tmp_path: Path) -> None:
     chosen = ["parallelism.tp=2", f"run.root={tmp_path}"]
     process = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "recipes.train", *SMALL, *chosen],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "QUINTET_RUN_ID": "joined"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=180,
     )
     assert process.returncode == 0, process.stderr
-    [run] = runs(tmp_path)
+    [run] = runs(tmp_path)  # both ranks agree on it, though nobody told them
     assert [row["step"] for row in rows(run)] == [1, 2, 3]
+    assert len(list(run.glob("checkpoints/step-*/__*.distcp"))) == 2
 
 
 def test_a_killed_rank_ends_all_within_ten_seconds_and_is_named(tmp_path: Path) -> None:
@@ -172,6 +173,32 @@ def test_a_sweep_over_ranks_does_not_sweep_in_its_children(tmp_path: Path) -> No
     assert [[row["step"] for row in rows(run)] for run in runs(tmp_path)] == [[1, 2, 3]] * 2
 
 
+def test_every_point_of_a_sweep_has_its_own_wandb_run(tmp_path: Path) -> None:
+    # S-43: the points share one process.
+    process = start("--multirun", "seed=1,2", "logger=wandb", root=tmp_path)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    found = [list(run.glob("wandb/offline-run-*/*.wandb")) for run in runs(tmp_path)]
+    assert [len(files) for files in found] == [1, 1]
+
+
+def test_callbacks_of_lightning_see_the_true_loss_on_every_pipeline_rank(tmp_path: Path) -> None:
+    stop = "+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping"
+    keep = "+callbacks.keep._target_=lightning.pytorch.callbacks.ModelCheckpoint"
+    process = start(
+        *(stop, "+callbacks.stop.monitor=val/loss", "+callbacks.stop.min_delta=1000", "+callbacks.stop.patience=2"),
+        *(keep, "+callbacks.keep.monitor=val/loss", f"+callbacks.keep.dirpath={tmp_path}/best"),
+        *("parallelism.pp=2", "model.num_hidden_layers=2", "trainer.val_interval=1", "trainer.max_steps=50"),
+        root=tmp_path,
+    )
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    [run] = runs(tmp_path)
+    assert [row["step"] for row in rows(run)] == [1, 2, 3]
+    assert (run / "checkpoints/step-00000003/COMPLETE").exists()
+    assert len(list((tmp_path / "best").iterdir())) == 1
+
+
 def test_a_refused_config_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
     process = start("parallelism.tp=3", root=tmp_path)
     output, _ = process.communicate(timeout=60)
@@ -181,16 +208,26 @@ def test_a_refused_config_is_refused_before_any_rank_starts(tmp_path: Path) -> N
 
 
 def test_slurm_tasks_are_ranks() -> None:
-    variables = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
+    variables = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
     ranks = detect(variables)
     assert (ranks.rank, ranks.world, ranks.local_rank, ranks.local_world) == (5, 8, 1, 4)
-    assert detect(variables | {"SLURM_NTASKS": "1"}).launcher == "none"
-    assert detect({"SLURM_JOB_ID": "7"}).launcher == "none"
+    assert detect(variables | {"SLURM_STEP_NUM_TASKS": "1"}).launcher == "none"
+    # A batch script has a rank and the job's tasks too, but no step of several tasks.
+    assert detect({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).launcher == "none"
+    with pytest.raises(ConfigError, match="LOCAL_RANK"):
+        detect({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("node1", "node1"), ("node[3-5,9]", "node3"), ("a7,b[1-2]", "a7"), ("n[07,09]", "n07")]
+)
+def test_tasks_of_a_step_meet_on_its_first_node(nodes: str, first: str) -> None:
+    assert slurm_meeting_point({"SLURM_JOB_NODELIST": nodes, "SLURM_JOB_ID": "12"})[0] == first
 
 
 def test_tasks_that_do_not_match_the_devices_are_an_error() -> None:
     # S-41
-    ranks = detect({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_NNODES": "2"})
+    ranks = detect({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "0", "SLURM_NNODES": "2"})
     check_launch(ranks, nodes=2, devices_per_node=4)
     with pytest.raises(ConfigError, match=r"4 on this node.*devices_per_node=8"):
         check_launch(ranks, nodes=2, devices_per_node=8)

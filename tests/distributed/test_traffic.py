@@ -70,6 +70,8 @@ CASES = [
     (2, {"tp": 2, "sequence_parallel": True}),
     (2, {"tp": 2, "loss_parallel": True, "model": {"qk_norm": True, "num_key_value_heads": 1}}),
     (2, {"tp": 2, "sequence_parallel": True, "loss_parallel": True, "precision": "bf16"}),
+    *[(2, {"tp": 2, "recompute": mode}) for mode in ("full", "full:2", "selective:attention", "selective:mlp")],
+    *[(2, {"tp": 2, "sequence_parallel": True, "recompute": mode}) for mode in ("full", "selective:ops")],
     *[(2, {"zero": zero}) for zero in (0, 1, 2, 3)],
     (2, {"zero": 3, "model": {"tie_word_embeddings": True}}),
     (3, {"zero": 2, "data": {"global_batch": 12}, "precision": "bf16"}),

@@ -124,3 +124,8 @@ def test_given_many_faults_when_refused_then_all_are_listed_at_once() -> None:
 
 def test_given_only_warnings_when_refused_then_nothing_is_raised() -> None:
     refuse([Problem(Severity.warning, "costly"), Problem(Severity.note, "by the way")])
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_given_a_machine_with_so_many_gpus_when_the_default_recipe_starts_then_it_is_legal(world: int) -> None:
+    assert validate(config(), world) == []

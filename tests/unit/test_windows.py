@@ -157,7 +157,7 @@ def test_given_workers_when_loaded_then_batches_and_their_order_are_those_withou
     for workers in (0, 2):
         data = Data(config(*base, "trainer.max_steps=7", f"data.workers={workers}"))
         data.load()
-        data.first_step = 2
+        data.first_step = data.trained_steps = 2
         loaded.append([*data.train_dataloader(), *data.val_dataloader()])
     assert len(loaded[0]) == 5 + 3
     for one, two in zip(*loaded, strict=True):
@@ -197,3 +197,13 @@ def test_given_mask_patterns_when_sampled_then_uneven_shares_differ_and_empty_fi
     assert max(uneven) - min(uneven) > 0.5
     assert shares(MaskPattern.empty_first, 0.49) == [1.0] * 12
     assert shares(MaskPattern.empty_first, 0.5) == uneven
+
+
+def test_given_another_global_batch_when_resumed_then_data_goes_on_after_the_samples_consumed() -> None:
+    # S-31: ten steps of 8 are twenty of 4; nothing is read twice and nothing is left out.
+    data = Data(config("data=synthetic", "data.global_batch=4", "data.micro_batch=2", "trainer.max_steps=24"))
+    data.load()
+    data.load_state_dict({"consumed_samples": 80, "trained_steps": 10})
+    assert list(data.train_dataloader().sampler) == list(range(20, 34))
+    with pytest.raises(ConfigError, match="global_batch=4"):
+        data.load_state_dict({"consumed_samples": 78, "trained_steps": 10})
