@@ -7,6 +7,7 @@ import hashlib
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.config import ModelConfig
+from parallel.checkpoint import load, save
 from parallel.config import (
     AdamWConfig,
     CheckpointConfig,
@@ -126,6 +128,8 @@ class Trace:
     weights: dict[str, Tensor]
     """After the last step."""
     validation: dict[str, float]
+    samples: list[list[int]]
+    """Per step, the numbers of the sequences that this rank has read."""
     replicas: list[dict[str, str]]
     """Per step, the hash of each parameter's block on this rank, under "name@offset"."""
 
@@ -154,11 +158,13 @@ def _train(config: Config, steps: int) -> Trace:
     model, batches = build(config)
     decoder = model.decoder
     initial = {name: _hash([whole(parameter.detach())]) for name, parameter in decoder.named_parameters()}
-    trace = Trace(initial, [], [], [], [], {}, {}, [])
+    trace = Trace(initial, [], [], [], [], {}, {}, [], [])
     optimizer = make_optimizer(config.optimizer, decoder)
     for step in range(steps):
         optimizer.zero_grad()
-        part, tokens = forward_backward(model, batches[step], step)
+        batch = batches[step]
+        trace.samples.append(batch["ids"].tolist())
+        part, tokens = forward_backward(model, batch, step)
         trace.losses.append(float(model.sum_of_parts(part)))
         trace.tokens.append(int(tokens))
         gradients = {name: parameter.grad for name, parameter in decoder.named_parameters()}
@@ -219,6 +225,31 @@ def worst_error(reference: Trace, trace: Trace) -> tuple[float, str]:
         (_relative(reference.validation[k], trace.validation[k]), f"validation {k}") for k in reference.validation
     ]
     return max(errors)
+
+
+def samples_read(config: Config, traces: list[Trace]) -> list[list[int]]:
+    """Per step, the sequences of all data ranks in their order. Asserts that ranks of a data rank read the same."""
+    layout = resolve(config.parallelism, len(traces))
+    by_data_rank: dict[int, list[list[int]]] = {}
+    for rank, trace in enumerate(traces):
+        assert by_data_rank.setdefault(layout.data_rank(rank), trace.samples) == trace.samples
+    parts = [by_data_rank[data_rank] for data_rank in sorted(by_data_rank)]
+    return [[number for part in parts for number in part[step]] for step in range(len(traces[0].samples))]
+
+
+def resumed(config: Config, folder: Path, first: int, last: int) -> dict[str, Tensor]:
+    """Weights after steps `first` to `last` - 1, from the checkpoint in `folder` if there is one; saves there."""
+    model, batches = build(config)
+    optimizer = make_optimizer(config.optimizer, model.decoder)
+    if first:
+        load(folder / str(first), model.decoder, [optimizer])
+    for step in range(first, last):
+        optimizer.zero_grad()
+        forward_backward(model, batches[step], step)
+        clip(model)
+        optimizer.step()
+    save(folder / str(last), model.decoder, [optimizer], {})
+    return {name: whole(parameter.detach()).clone() for name, parameter in model.decoder.named_parameters()}
 
 
 def merged(traces: list[Trace]) -> Trace:

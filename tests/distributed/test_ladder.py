@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cases import disagreeing_replicas, make_config, merged, reference, worst_error
+from tests.distributed.cases import disagreeing_replicas, make_config, merged, reference, samples_read, worst_error
 from tests.distributed.pool import Pool
 
 TRAIN = "tests.distributed.cases:train"
@@ -69,4 +69,5 @@ def test_layout_equals_one_process(pool: Pool, case: tuple[int, dict[str, Any]])
     assert error < 1e-9, where
     assert traces[0].tokens == expected.tokens
     assert merged(traces).initial == expected.initial
+    assert samples_read(config, traces) == expected.samples
     assert disagreeing_replicas(traces) == []
