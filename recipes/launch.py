@@ -28,7 +28,7 @@ def run_on_ranks(module: str, overrides: list[str], world: int, run_id: str) -> 
     the others are ended, and RunError (or ConfigError, if it refused its config) says which rank it was, with its own
     traceback. An interrupt ends them all. Every process dies with this one.
     """
-    signal.signal(signal.SIGTERM, _terminated)
+    fail_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="quintet-") as folder:
         ranks = [_start(module, overrides, rank, world, run_id, Path(folder)) for rank in range(world)]
         try:
@@ -39,8 +39,13 @@ def run_on_ranks(module: str, overrides: list[str], world: int, run_id: str) -> 
             _raise(failed, Path(folder))
 
 
+def fail_on_sigterm() -> None:
+    """Let SIGTERM end this process by an exception, so that it ends its ranks and leaves FAILED."""
+    signal.signal(signal.SIGTERM, _terminated)
+
+
 def _terminated(*_: object) -> None:
-    raise RunError("the launcher was asked to end (SIGTERM)")
+    raise RunError("asked to end (SIGTERM)")
 
 
 def _start(

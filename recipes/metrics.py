@@ -16,6 +16,8 @@ from models.errors import RunError
 from parallel.config import Config, FloatType
 from parallel.devices import Device
 from parallel.gradients import require_finite
+from parallel.layout import Layout
+from parallel.plan.timeline import expected_bubble
 from recipes.run_directory import write_whole
 
 
@@ -108,8 +110,9 @@ class Metrics(Callback):
     TFLOP/s and MFU count the model's operations (models/counts.py), not recomputed ones, with causal attention.
     """
 
-    def __init__(self, config: Config, file: MetricsFile | None, device: Device | None, ranks: int) -> None:
-        self.config, self.file, self.ranks = config, file, ranks
+    def __init__(self, config: Config, file: MetricsFile | None, device: Device | None, layout: Layout) -> None:
+        self.config, self.file, self.ranks = config, file, layout.world
+        self._pipeline = {"bubble_expected": expected_bubble(config, layout)} if layout.pp > 1 else {}
         self.latest: dict[str, float] = {}
         """The row written last."""
         self._flops_per_token = training_flops_per_token(config.model, config.data.seq_len, causal=True)
@@ -190,4 +193,5 @@ class Metrics(Callback):
             "tokens_per_s": processed / seconds,
             "tflops_per_device_causal": flops / 1e12,
         }
+        row |= self._pipeline
         return row if self._peak is None else row | {"mfu_causal": flops / self._peak}

@@ -37,7 +37,7 @@ def train(composed: DictConfig) -> None:
     import torch
 
     from parallel.ranks import check_launch, detect, from_first_rank, start_process_group, stop_process_group
-    from recipes.launch import error_reported, run_on_ranks
+    from recipes.launch import error_reported, fail_on_sigterm, run_on_ranks
     from recipes.loggers import finish_wandb
     from recipes.run_directory import RunDirectory
 
@@ -71,6 +71,8 @@ def train(composed: DictConfig) -> None:
             raise
         return
 
+    if ranks.world == 1:  # ranks are ended by who started them, and may be waiting for one another
+        fail_on_sigterm()
     with error_reported(ranks.rank):
         gpu = ranks.local_rank if gpus > 1 else 0
         start_process_group(ranks, torch.device("cuda", gpu) if gpus else torch.device("cpu"))
@@ -112,7 +114,7 @@ def fit(config: Config, layout: Layout, ranks: "Ranks", run: "RunDirectory", gpu
     lengths = None if data.tokenizer is None else torch.from_numpy(data.tokenizer.bytes_per_token())
     device = recognise(torch.cuda.get_device_name(0)) if gpus else None
     file = MetricsFile(run.path / "metrics.jsonl") if run.writes else None
-    metrics = Metrics(config, file, device, layout.world)
+    metrics = Metrics(config, file, device, layout)
     callbacks = make_callbacks(config, data, metrics, run)
 
     trainer = Trainer(
@@ -154,9 +156,12 @@ def describe(config: Config, layout: Layout, on_gpu: bool) -> str:
     import torch
 
     from models.counts import parameter_count
+    from parallel.plan.timeline import expected_bubble
 
     sizes = [f"{axis} {getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1]
-    split = f" ({', '.join(sizes)}, zero {config.parallelism.zero})" if sizes else ""
+    share = expected_bubble(config, layout)
+    bubble = f", {share:.0%} bubble expected" if layout.pp > 1 else ""
+    split = f" ({', '.join(sizes)}, zero {config.parallelism.zero}{bubble})" if sizes else ""
     where = f"{layout.world} GPU{'s' * (layout.world > 1)}" if on_gpu else f"{layout.world} CPU process"
     where += "" if on_gpu else f"{'es' * (layout.world > 1)} of {torch.get_num_threads()} threads"
     return (

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from parallel.config import ParallelismConfig
+from parallel.config import Config, ParallelismConfig
+from parallel.layout import Layout
 from parallel.pipeline import SCHEDULES
 from parallel.stages import SINGLE, stage_count, stages_of
 
@@ -155,5 +156,13 @@ def peak_activations(actions: list[Action]) -> int:
 
 
 def expected(parallelism: ParallelismConfig, microbatches: int) -> list[Span]:
-    """The simulated timeline of a config with equal costs of all stages."""
+    """The simulated timeline of a pipeline with equal costs of all stages."""
     return simulate(order(parallelism, microbatches), stage_count(parallelism), equal_costs)
+
+
+def expected_bubble(config: Config, layout: Layout) -> float:
+    """The simulated bubble of a run; 0 without a pipeline."""
+    if layout.pp == 1:
+        return 0.0
+    microbatches = config.data.global_batch // (config.data.micro_batch * layout.dp)
+    return bubble(expected(config.parallelism, microbatches), layout.pp)

@@ -153,6 +153,18 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
     assert alive(ranks) == []
 
 
+def test_a_run_that_is_asked_to_end_leaves_the_reason(tmp_path: Path) -> None:
+    for place, split in (("one", []), ("two", ["parallelism.tp=2"])):
+        process = start("trainer.max_steps=100000", "trainer.log_interval=1", *split, root=tmp_path / place)
+        ranks = wait_until_training(process, tmp_path / place, len(split) * 2)
+        process.terminate()
+        process.communicate(timeout=15)
+        assert process.returncode == 1
+        assert alive(ranks) == []
+        [run] = runs(tmp_path / place)
+        assert "SIGTERM" in (run / "FAILED").read_text()
+
+
 def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
     process = start(*FOUR, "trainer.max_steps=100000", "trainer.log_interval=1", root=tmp_path)
     ranks = wait_until_training(process, tmp_path, 4)
