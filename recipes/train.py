@@ -47,7 +47,7 @@ def train(composed: DictConfig) -> None:
     world = world_size(config.cluster, config.parallelism, gpus) if ranks.launcher == "none" else ranks.world
     problems = validate(config, world)
     refuse(problems)
-    if ranks.rank == 0:
+    if ranks.rank == 0 and ranks.launcher != "quintet":  # then the launcher has said it
         for problem in problems:
             log.warning("%s: %s", problem.severity, problem.message)
     layout = resolve(config.parallelism, world)

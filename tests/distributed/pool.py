@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 60
+RECYCLE_AFTER = 100
+"""Cases after which the workers are replaced: process groups of a DeviceMesh keep their threads for good."""
 
 
 class CaseError(AssertionError):
@@ -27,13 +29,17 @@ class Pool:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self._cases = 0
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, world: int, function: str, *arguments: Any) -> list[Any]:
         """The results of all ranks. `function` is "module:name". A rank that raises or hangs ends all workers."""
         assert world <= self.size
+        if self._cases == RECYCLE_AFTER:
+            self.close()
         if not self._workers:
             self._start()
+        self._cases += 1
         with tempfile.TemporaryDirectory() as folder:
             ranks = self._workers[:world]
             for rank, (_, pipe) in enumerate(ranks):
@@ -71,6 +77,7 @@ class Pool:
         for process, _ in self._workers:
             process.join()
         self._workers = []
+        self._cases = 0
 
 
 def _work(pipe: Connection) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from models.errors import ConfigError
 from parallel.ranks import check_launch, detect, slurm_meeting_point
+from recipes.launch import _die_with_parent
 
 SMALL = [
     "data=synthetic",
@@ -40,6 +41,7 @@ def start(*arguments: str, root: Path, module: str = "recipes.train", **environm
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=_die_with_parent,  # a test run that is killed leaves nothing behind
     )
 
 
