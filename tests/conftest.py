@@ -1,6 +1,7 @@
 """What every test needs: one thread, and nothing of the user's touched."""
 
 import os
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,3 +22,15 @@ def _own_home() -> Iterator[None]:
             patch.delenv(name, raising=False)
         patch.setenv("WANDB_MODE", "offline")
         yield
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -69,18 +68,6 @@ def test_given_a_secret_that_a_later_override_replaces_when_run_then_no_file_hol
     run("train", *MICRO, f"run.id={secret}", "run.id=x", f"run.dir={tmp_path}/run", "logger=none")
     holding = [path for path in tmp_path.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
     assert holding == []
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)], check=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_given_a_read_only_run_directory_when_run_then_it_fails_with_1_and_names_it(small_disk: Path) -> None:

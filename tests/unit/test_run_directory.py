@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,18 +12,6 @@ from recipes.metrics import MetricsFile
 from recipes.run_directory import RunDirectory, write_whole
 from recipes.schema import read_config
 from tests.small import config
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)], check=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def _rows(*steps: int) -> list[dict[str, float]]:
