@@ -25,7 +25,7 @@ class RecipeConfig:
 
 PipelineSchedule = StrEnum(
     "PipelineSchedule",
-    ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"],
+    ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v", "csv"],
 )
 """Made by name, since a config spells a member by its name and `1f1b` is no identifier."""
 
@@ -60,6 +60,8 @@ class ParallelismConfig:
     sequence_parallel: bool = False
     pp: int = 1
     pp_schedule: PipelineSchedule = PipelineSchedule["1f1b"]
+    pp_schedule_file: str = ""
+    """`pp_schedule=csv`: the schedule, in the form of parallel/schedule.py."""
     virtual_stages: int = 1
     pp_split: Any = "balanced"
     """`balanced`, `even`, or a list of layers per stage."""

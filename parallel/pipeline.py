@@ -15,14 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining._backward import stage_backward
 
 from models.config import ModelConfig
 from models.decoder import Decoder
+from parallel.clock import Clock, Recording
 from parallel.config import Config, ParallelismConfig
 from parallel.layout import Layout
 from parallel.precision import DTYPES
+from parallel.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, read_csv
 from parallel.sharded import local
-from parallel.stages import SINGLE, SPLIT_BACKWARD, rank_of, split_layers, stage_count, stages_of
+from parallel.stages import SINGLE, rank_of, split_layers, splits_backward, stage_count, stages_of
+from parallel.zero import before_microbatch
 
 Batch = dict[str, Tensor]
 
@@ -33,6 +37,7 @@ SCHEDULES: dict[str, Any] = {
     "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
     "zbv_zero_bubble": schedules.ScheduleZBVZeroBubble,
     "dualpipe_v": schedules.ScheduleDualPipeV,
+    "csv": schedules._PipelineScheduleRuntime,  # what runs all of torch's schedules of several stages; private
 }
 
 
@@ -66,6 +71,9 @@ class Pipeline:
         )
         self._divisor = torch.ones((), device=device)
         self._key_of: Callable[[Batch], Any] = lambda _: None
+        self._clock = Clock(device)
+        self.recording = Recording(self._clock)
+        """When the actions of the last step ran."""
         microbatches = config.data.global_batch // (config.data.micro_batch * layout.dp)
         stages = [self._stage(number, part) for number, part in parts.items()]
         self.schedule = self._schedule(stages, microbatches)
@@ -77,7 +85,7 @@ class Pipeline:
 
     def rank_of_stage(self, stage: int) -> int:
         """The pipeline rank that holds a stage."""
-        return rank_of(stage, self.config.parallelism.pp_schedule, self.config.parallelism.pp)
+        return rank_of(stage, self.config.parallelism)
 
     def owner(self, name: str) -> int:
         """A pipeline rank that holds a parameter, by its name."""
@@ -92,10 +100,12 @@ class Pipeline:
         `key_of` gives the dropout key of a microbatch.
         """
         self._divisor, self._key_of = divisor, key_of
+        self.recording = Recording(self._clock)
         inputs = (batch["tokens"],) if 0 in self.parts else ()
         losses: list[Tensor] = []
         target = batch["labels"] if self.holds_loss else None
         self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **_carried(batch))
+        self.recording.stop()
         return torch.stack(losses).detach().sum() if self.holds_loss else divisor.new_zeros((), dtype=self._loss_dtype)
 
     @torch.no_grad()
@@ -142,8 +152,7 @@ class Pipeline:
             output_args=loss if number == self.last_stage else hidden,
             group=self.group,
         )
-        parallelism = self.config.parallelism
-        stage.reduce_each_microbatch = parallelism.zero >= 2 and parallelism.pp_schedule not in SPLIT_BACKWARD
+        stage.pipeline = self
         return stage
 
     def _unpack(self, _: nn.Module, args: tuple[Any, ...], carried: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -154,30 +163,61 @@ class Pipeline:
         return args, named
 
     def _schedule(self, stages: list[PipelineStage], microbatches: int) -> Any:
-        name = self.config.parallelism.pp_schedule
-        return SCHEDULES[name](
+        parallelism = self.config.parallelism
+        name = parallelism.pp_schedule
+        schedule = SCHEDULES[name](
             stages[0] if name in SINGLE else stages,
             microbatches,
             loss_fn=lambda loss, _: loss / self._divisor,
             scale_grads=False,
         )
+        if name == "csv":
+            orders = read_csv(parallelism.pp_schedule_file)
+            actions = {rank: [schedules._Action.from_str(str(a)) for a in mine] for rank, mine in enumerate(orders)}
+            schedule._prepare_schedule_with_comms(actions)
+        return schedule
 
 
 class _Stage(PipelineStage):
-    """torch's stage, but for ZeRO 2 and 3, whose gradients are shared out after each microbatch.
+    """torch's stage, which also notes when its actions run, and shares out gradients as training without a pipeline.
 
-    torch lets them stand whole until the stage's last backward pass and then reduces once, while other stages still
-    work: that is ZeRO 0 and 1. Schedules that split the backward pass need the parameters of several microbatches at
-    once, so with them gradients stand whole under ZeRO 2 and 3 too.
+    By itself torch lets gradients stand whole until the stage's last backward pass and reduces them then: ZeRO 0 and 1.
+    Schedules that split the backward pass are left at that, since they need the parameters of several microbatches at
+    once; with the others FSDP2's own hooks reduce, layer by layer, while other stages still work.
     """
 
-    reduce_each_microbatch = False
+    pipeline: Pipeline
 
-    def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
-        result = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
-        if self.reduce_each_microbatch and backward_type != "input":
-            self.perform_reduce_grad(1)
-        return result
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.pipeline.recording.action(FORWARD, self.stage_index, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:
+        with self.pipeline.recording.action(BACKWARD if full_backward else INPUT, self.stage_index, bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.pipeline.recording.action(WEIGHT, self.stage_index, bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        parallelism = self.pipeline.config.parallelism
+        if splits_backward(parallelism):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        before_microbatch(self.submod, parallelism.zero, last_backward)
+        return stage_backward(**bwd_kwargs), None
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if splits_backward(self.pipeline.config.parallelism):
+            super().perform_reduce_grad(grad_scale_factor)
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        # All shapes are given, so the vote on whether they are can have one result only; the messages stay, since they
+        # open NCCL's connections in a safe order. On a fake group, where nothing arrives, the vote would be lost.
+        super()._warmup_backward_result(received_result)
+        return torch.ones(1, dtype=torch.int32, device=self.device)
 
 
 def exchange_tied_gradients(decoder: Decoder, pipeline: Pipeline) -> None:

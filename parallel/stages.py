@@ -5,14 +5,14 @@ from itertools import pairwise
 from models.config import ModelConfig
 from models.counts import parameters_per_layer
 from models.errors import ConfigError
-from parallel.config import ParallelismConfig, PipelineSchedule
+from parallel.config import ParallelismConfig
+from parallel.schedule import INPUT, read_csv
 
 SINGLE = ("gpipe", "1f1b")
 """Schedules with one stage on a rank."""
 V_SHAPED = ("zbv_zero_bubble", "dualpipe_v")
 """Schedules with two stages on a rank, the second coming back: rank r has stages r and 2 pp - 1 - r."""
-SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
-"""Schedules that work out gradients of inputs and of weights at different times."""
+_SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
 
 
 def stage_count(parallelism: ParallelismConfig) -> int:
@@ -20,9 +20,20 @@ def stage_count(parallelism: ParallelismConfig) -> int:
     return parallelism.pp * parallelism.virtual_stages
 
 
-def rank_of(stage: int, schedule: PipelineSchedule, pp: int) -> int:
+def splits_backward(parallelism: ParallelismConfig) -> bool:
+    """Whether the schedule works out gradients of inputs and of weights at different times."""
+    if parallelism.pp_schedule == "csv":
+        return any(action.kind == INPUT for actions in read_csv(parallelism.pp_schedule_file) for action in actions)
+    return parallelism.pp_schedule in _SPLIT_BACKWARD
+
+
+def rank_of(stage: int, parallelism: ParallelismConfig) -> int:
     """The pipeline rank that holds a stage."""
-    if schedule in V_SHAPED and stage >= pp:
+    pp = parallelism.pp
+    if parallelism.pp_schedule == "csv" and pp > 1:
+        orders = read_csv(parallelism.pp_schedule_file)
+        return next(rank for rank, actions in enumerate(orders) if any(action.stage == stage for action in actions))
+    if parallelism.pp_schedule in V_SHAPED and stage >= pp:
         return 2 * pp - 1 - stage
     return stage % pp
 
@@ -30,7 +41,7 @@ def rank_of(stage: int, schedule: PipelineSchedule, pp: int) -> int:
 def stages_of(rank: int, parallelism: ParallelismConfig) -> list[int]:
     """The stages of a pipeline rank, first to last."""
     stages = range(stage_count(parallelism))
-    return [stage for stage in stages if rank_of(stage, parallelism.pp_schedule, parallelism.pp) == rank]
+    return [stage for stage in stages if rank_of(stage, parallelism) == rank]
 
 
 def split_layers(model: ModelConfig, parallelism: ParallelismConfig) -> list[range]:

@@ -23,7 +23,7 @@ from models.decoder import Decoder
 from parallel.config import ParallelismConfig, PrecisionConfig
 from parallel.layout import Layout
 from parallel.precision import DTYPES
-from parallel.stages import SPLIT_BACKWARD
+from parallel.stages import splits_backward
 
 # The embedding's output is a view where ranks gather it along the sequence; nothing here writes into it.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -40,7 +40,7 @@ def shard(decoder: Decoder, mesh: DeviceMesh, parallelism: ParallelismConfig, pr
     """Split a decoder's parameters over the (dp_replicate, dp_shard) mesh: a group per layer, and ends of their own."""
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision.compute], reduce_dtype=DTYPES[precision.reduce])
     # A split backward pass needs the parameters of several microbatches at once: they are gathered once a step.
-    keep = parallelism.zero < 3 or (parallelism.pp > 1 and parallelism.pp_schedule in SPLIT_BACKWARD)
+    keep = parallelism.zero < 3 or (parallelism.pp > 1 and splits_backward(parallelism))
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": not keep}
     if parallelism.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
@@ -53,6 +53,8 @@ def shard(decoder: Decoder, mesh: DeviceMesh, parallelism: ParallelismConfig, pr
             # Used last in the forward and first in the backward pass: freeing it between would only gather it again.
             fully_shard([decoder.model.norm, decoder.lm_head], **options | {"reshard_after_forward": False})
     fully_shard(decoder, **options)
+    if parallelism.pp > 1 and not keep:
+        _stay_within_the_microbatch(decoder)
     _prefetch([layer for layer in decoder.model.layers.values() if isinstance(layer, FSDPModule)], parallelism.prefetch)
     for module in _groups(decoder):
         module.set_gradient_divide_factor(1.0)
@@ -65,6 +67,19 @@ def _prefetch(layers: list[FSDPModule], ahead: int) -> None:
         if ahead:
             layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + ahead])
             layer.set_modules_to_backward_prefetch(layers[max(index - ahead, 0) : index][::-1])
+
+
+def _stay_within_the_microbatch(decoder: Decoder) -> None:
+    """Let a backward pass gather ahead what comes before in its stage, and the stage's first group nothing.
+
+    FSDP2 by itself goes by the order of the forward passes, and with several microbatches under way what came before
+    is at times a group of another one's. Naming a group that is there already gathers nothing.
+    """
+    body = decoder.model
+    ends = [decoder] if decoder.config.tie_word_embeddings else [body.embed_tokens, body.norm]
+    order = [module for module in (ends[0], *body.layers.values(), *ends[1:]) if isinstance(module, FSDPModule)]
+    for group, before in zip(order, [order[0], *order], strict=False):
+        group.set_modules_to_backward_prefetch([before])
 
 
 def before_microbatch(decoder: nn.Module, zero: int, last: bool) -> None:

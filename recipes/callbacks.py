@@ -1,5 +1,6 @@
 """What happens beside training: progress, text samples, checkpoints, profiles."""
 
+import json
 import logging
 import sys
 import time
@@ -19,6 +20,7 @@ from parallel.precision import DTYPES
 from parallel.tensor_file import Entry, write_tensors
 from recipes.data.tokenizer import Tokenizer
 from recipes.metrics import Metrics
+from recipes.run_directory import write_whole
 
 log = logging.getLogger("quintet")
 
@@ -158,6 +160,32 @@ class Gradients(Callback):
             value = partial(model.whole_everywhere, name, methodcaller("detach"))
             entries += [(f"gradient/{name}", shape, dtype, gradient), (f"value/{name}", shape, dtype, value)]
         write_tensors(self.run_dir / f"gradients-step{step}.safetensors", entries, trainer.is_global_zero)
+
+
+class Timeline(Callback):
+    """timeline.json: when each action of the last step ran, on every rank of the pipeline that rank 0 is in.
+
+    Times are seconds: on a CPU from the earliest rank's beginning of the step, by the clock that the ranks of a machine
+    share; on GPUs each rank's from its own beginning, which follows a collective of all ranks.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        pipeline = pl_module.parallel.pipeline
+        spans = [(str(action), start, end) for action, start, end in pipeline.recording.spans()]
+        ranks: list[Any] = [None] * pipeline.group.size()
+        torch.distributed.all_gather_object(ranks, (pipeline.recording.begin, spans), group=pipeline.group)
+        if not trainer.is_global_zero:
+            return
+        first = min(begin for begin, _ in ranks)
+        shifted = [
+            [(action, begin - first + start, begin - first + end) for action, start, end in spans]
+            for begin, spans in ranks
+        ]
+        timeline = {"step": trainer.global_step, "world": trainer.world_size, "ranks": shifted}
+        write_whole(self.run_dir / "timeline.json", json.dumps(timeline))
 
 
 class Profile(Callback):

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from models.counts import training_flops_per_token
 from models.errors import RunError
+from parallel.clock import Clock, Recording
 from parallel.config import Config, FloatType
 from parallel.devices import Device
 from parallel.gradients import require_finite
@@ -72,34 +73,23 @@ def _finite(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class StepClock:
-    """Seconds between the ends of steps, without making the device wait: CUDA events there, the clock on a CPU."""
+    """Seconds between the ends of steps."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._marks: list[Any] = [self._mark()]
-
-    def _mark(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self._clock = Clock(device)
+        self._marks: list[Any] = [self._clock.mark()]
 
     def tick(self) -> None:
         """A step ends here."""
-        self._marks.append(self._mark())
+        self._marks.append(self._clock.mark())
 
     def skip(self) -> None:
         """What happened since the last step's end (validation, a save) belongs to no step."""
-        self._marks[-1] = self._mark()
+        self._marks[-1] = self._clock.mark()
 
     def take(self) -> list[float]:
         """Seconds of each step since the last call."""
-        if self._cuda:
-            self._marks[-1].synchronize()
-            seconds = [a.elapsed_time(b) / 1e3 for a, b in zip(self._marks, self._marks[1:], strict=False)]
-        else:
-            seconds = [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        seconds = [self._clock.seconds(a, b) for a, b in pairwise(self._marks)]
         self._marks = self._marks[-1:]
         return seconds
 
@@ -111,8 +101,8 @@ class Metrics(Callback):
     """
 
     def __init__(self, config: Config, file: MetricsFile | None, device: Device | None, layout: Layout) -> None:
-        self.config, self.file, self.ranks = config, file, layout.world
-        self._pipeline = {"bubble_expected": expected_bubble(config, layout)} if layout.pp > 1 else {}
+        self.config, self.file, self.layout = config, file, layout
+        self._bubble_expected = expected_bubble(config, layout)
         self.latest: dict[str, float] = {}
         """The row written last."""
         self._flops_per_token = training_flops_per_token(config.model, config.data.seq_len, causal=True)
@@ -121,6 +111,7 @@ class Metrics(Callback):
             self._peak = device.bf16_flops if config.precision.compute == FloatType.bfloat16 else device.fp32_flops
         self._saved = False
         self._pending: list[tuple[int, float, dict[str, Tensor]]] = []
+        self._recordings: list[Recording] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.file is not None:
@@ -136,6 +127,8 @@ class Metrics(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._clock.tick()
         self._pending.append((trainer.global_step, self._lr, dict(pl_module.step_metrics)))
+        if self.layout.pp > 1:
+            self._recordings.append(pl_module.parallel.pipeline.recording)
         if trainer.global_step % self.config.trainer.log_interval == 0:
             self.flush(trainer)
 
@@ -153,21 +146,41 @@ class Metrics(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flush(trainer)
 
+    def _pipeline_times(self, pp_rank: int) -> Tensor:
+        """float64, a row per pending step: seconds in which this rank computed; and how long its step was, in the
+        column of its pipeline rank. Without a pipeline there are no columns."""
+        if self.layout.pp == 1:
+            return torch.zeros((len(self._pending), 0), dtype=torch.float64)
+        times = torch.zeros((len(self._pending), 1 + self.layout.pp), dtype=torch.float64)
+        for row, recording in zip(times, self._recordings, strict=True):
+            row[0], row[1 + pp_rank] = recording.busy_and_length()
+        self._recordings.clear()
+        return times
+
+    def _bubble(self, times: list[float]) -> dict[str, float]:
+        """From a row of `_pipeline_times` summed over ranks: the share of the longest rank's step spent idling."""
+        if not times:
+            return {}
+        busy, *lengths = times
+        return {"bubble": 1.0 - busy / len(lengths) / max(lengths), "bubble_expected": self._bubble_expected}
+
     def flush(self, trainer: Any) -> None:
         """Fetch, write and pass on what is pending: one transfer for all of it."""
         if not self._pending:
             return
         # The loss is each rank's part of it; all that is pending is summed in one reduction. The rest is global.
         parts = torch.stack([step[2]["loss"].double() for step in self._pending])
-        losses = trainer.strategy.parallel.sum_of_parts(parts)
+        times = self._pipeline_times(trainer.lightning_module.pp_rank).to(parts.device)
+        summed = trainer.strategy.parallel.sum_of_parts(torch.cat((parts, times.flatten())))
         names = [name for name in self._pending[0][2] if name != "loss"]
         others = torch.stack([step[2][name].double() for step in self._pending for name in names])
-        values = torch.cat((losses, others)).tolist()
+        values = torch.cat((summed, others)).tolist()
         rows = []
         for index, ((step, lr, _), seconds) in enumerate(zip(self._pending, self._clock.take(), strict=True)):
-            first = len(losses) + index * len(names)
+            first = len(summed) + index * len(names)
             scalars = dict(zip(names, values[first : first + len(names)], strict=True)) | {"loss": values[index]}
-            rows.append(self._row(step, lr, seconds, scalars))
+            first, width = len(parts) + index * times.shape[1], times.shape[1]
+            rows.append(self._row(step, lr, seconds, scalars) | self._bubble(values[first : first + width]))
         self._pending.clear()
         if self.file is not None:
             self.file.append(rows)
@@ -181,7 +194,7 @@ class Metrics(Callback):
 
     def _row(self, step: int, lr: float, seconds: float, scalars: dict[str, float]) -> dict[str, Any]:
         processed = self.config.data.global_batch * self.config.data.seq_len
-        flops = processed * self._flops_per_token / seconds / self.ranks
+        flops = processed * self._flops_per_token / seconds / self.layout.world
         row = {
             "step": step,
             "loss": scalars["loss"],
@@ -193,5 +206,4 @@ class Metrics(Callback):
             "tokens_per_s": processed / seconds,
             "tflops_per_device_causal": flops / 1e12,
         }
-        row |= self._pipeline
         return row if self._peak is None else row | {"mfu_causal": flops / self._peak}

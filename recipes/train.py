@@ -182,13 +182,14 @@ def checkpoint_to_resume(config: Config, run: "RunDirectory") -> Path | None:
 
 def make_callbacks(config: Config, data: "Data", metrics: "Metrics", run: "RunDirectory") -> "list[Callback]":
     """Metrics and checkpoints, which every run has, and the config's named nodes between them."""
-    from recipes.callbacks import Checkpoints, Profile
+    from recipes.callbacks import Checkpoints, Profile, Timeline
     from recipes.safety import build
 
     available = {"config": config, "tokenizer": data.tokenizer, "metrics": metrics, "run_dir": run.path}
     chosen = [build(node, **available) for node in config.callbacks.values() if node]
     profile = [Profile(run.path)] if config.debug.profile else []
-    return [metrics, *chosen, *profile, Checkpoints(config.checkpoint, run.checkpoints)]
+    timeline = [Timeline(run.path)] if config.parallelism.pp > 1 else []
+    return [metrics, *chosen, *profile, *timeline, Checkpoints(config.checkpoint, run.checkpoints)]
 
 
 def make_loggers(config: Config, run: "RunDirectory") -> "list[Logger]":

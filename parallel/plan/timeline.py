@@ -5,28 +5,17 @@ costs; messages are free. The bubble is the share of all ranks' time in which a 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from torch import nn
-
-from parallel.config import Config, ParallelismConfig
+from models.config import ModelConfig
+from models.counts import forward_flops_per_token
+from parallel.config import Config, ParallelismConfig, recompute_interval
 from parallel.layout import Layout
-from parallel.pipeline import SCHEDULES
-from parallel.stages import SINGLE, stage_count, stages_of
-
-FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
-"""Forward; whole backward; and the two halves of a split one: gradients of inputs, gradients of weights."""
-
-
-@dataclass(frozen=True)
-class Action:
-    """One piece of computing: `kind` of a microbatch on a stage."""
-
-    kind: str
-    stage: int
-    microbatch: int
+from parallel.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, read_csv
+from parallel.stages import SINGLE, split_layers, stage_count, stages_of
 
 
 @dataclass(frozen=True)
@@ -45,6 +34,13 @@ def order(parallelism: ParallelismConfig, microbatches: int) -> list[list[Action
     if schedule in SINGLE:
         plain = _gpipe if schedule == "gpipe" else _one_f_one_b
         return [plain(rank, pp, microbatches) for rank in range(pp)]
+    if schedule == "csv":
+        return read_csv(parallelism.pp_schedule_file)
+    # torch is imported here only: what has no pipeline, or a plain one, is planned without it.
+    from torch import nn
+
+    from parallel.pipeline import SCHEDULES
+
     stages = [
         SimpleNamespace(
             stage_index=stage,
@@ -130,6 +126,20 @@ def equal_costs(action: Action) -> float:
     return 2.0 if action.kind == BACKWARD else 1.0
 
 
+def stage_costs(model: ModelConfig, parallelism: ParallelismConfig, seq_len: int) -> list[float]:
+    """Floating-point operations per token of each stage's forward pass, the output layer with the last."""
+    outputs = forward_flops_per_token(replace(model, num_hidden_layers=0), seq_len, causal=True)
+    stages = split_layers(model, parallelism)
+    layers = [
+        forward_flops_per_token(replace(model, num_hidden_layers=len(stage)), seq_len, causal=True) for stage in stages
+    ]
+    return [flops - outputs * (number < len(stages) - 1) for number, flops in enumerate(layers)]
+
+
+def _cost(forward: list[float], again: float, action: Action) -> float:
+    return forward[action.stage] * (equal_costs(action) + (again if action.kind == BACKWARD else 0.0))
+
+
 def bubble(spans: list[Span], ranks: int) -> float:
     """Share of the ranks' time, from the first start to the last end, in which they compute nothing."""
     length = max(span.end for span in spans) - min(span.start for span in spans)
@@ -160,9 +170,24 @@ def expected(parallelism: ParallelismConfig, microbatches: int) -> list[Span]:
     return simulate(order(parallelism, microbatches), stage_count(parallelism), equal_costs)
 
 
+def microbatch_count(config: Config, layout: Layout) -> int:
+    """Microbatches of a data rank in a step."""
+    return config.data.global_batch // (config.data.micro_batch * layout.dp)
+
+
+def expected_of(config: Config, layout: Layout) -> list[Span]:
+    """The simulated timeline of a run's step, stages costing what their layers do (`stage_costs`).
+
+    Layers that are worked out again in whole make the backward pass dearer; the selective modes are left out.
+    """
+    parallelism = config.parallelism
+    interval = recompute_interval(parallelism.recompute)
+    cost = partial(
+        _cost, stage_costs(config.model, parallelism, config.data.seq_len), 1.0 / interval if interval else 0.0
+    )
+    return simulate(order(parallelism, microbatch_count(config, layout)), stage_count(parallelism), cost)
+
+
 def expected_bubble(config: Config, layout: Layout) -> float:
     """The simulated bubble of a run; 0 without a pipeline."""
-    if layout.pp == 1:
-        return 0.0
-    microbatches = config.data.global_batch // (config.data.micro_batch * layout.dp)
-    return bubble(expected(config.parallelism, microbatches), layout.pp)
+    return 0.0 if layout.pp == 1 else bubble(expected_of(config, layout), layout.pp)

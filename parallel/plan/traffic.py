@@ -14,6 +14,7 @@ from models.config import LOSS_CHUNK, ModelConfig
 from models.counts import end_shapes, layer_shapes
 from parallel.config import Config, FloatType, recompute_interval
 from parallel.layout import Layout
+from parallel.stages import rank_of, split_layers, splits_backward, stage_count, stages_of
 
 BYTES = {FloatType.float64: 8, FloatType.float32: 4, FloatType.bfloat16: 2}
 Add = Callable[[str, str, int, int], None]
@@ -52,8 +53,32 @@ def ring_bytes(operation: str, size: int, ranks: int) -> int:
     return (2 if operation == "all_reduce" else 1) * size * (ranks - 1) // ranks
 
 
-def traffic(config: Config, layout: Layout) -> list[Traffic]:
-    """All collectives of forward and backward of one step, as one rank sees them (clipping's few bytes left out)."""
+@dataclass(frozen=True)
+class Part:
+    """What a pipeline rank holds: the numbers of its layers, and whether the first and the last stage are among it."""
+
+    layers: list[int]
+    first: bool
+    last: bool
+
+    @staticmethod
+    def of(config: Config, pp_rank: int) -> "Part":
+        """The part of a pipeline rank; without a pipeline, everything."""
+        split, mine = split_layers(config.model, config.parallelism), stages_of(pp_rank, config.parallelism)
+        return Part([layer for stage in mine for layer in split[stage]], 0 in mine, len(split) - 1 in mine)
+
+    def ends(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Shapes of its parameters outside layers; with tied embeddings the last stage has the embedding too."""
+        embedding = self.first or (self.last and model.tie_word_embeddings)
+        shapes = end_shapes(model)
+        return {name: shape for name, shape in shapes.items() if (embedding if "embed" in name else self.last)}
+
+
+def traffic(config: Config, layout: Layout, pp_rank: int = 0) -> list[Traffic]:
+    """All collectives and messages of forward and backward of one step, as a rank of pipeline rank `pp_rank` sees them.
+
+    Left out are clipping's few bytes, and those with which a pipeline opens its connections in the first step.
+    """
     rows: Counter[tuple[str, str]] = Counter()
     sent: Counter[tuple[str, str]] = Counter()
 
@@ -61,20 +86,43 @@ def traffic(config: Config, layout: Layout) -> list[Traffic]:
         ranks = getattr(mesh, axis)
         if ranks > 1 and calls:
             rows[axis, operation] += calls
-            sent[axis, operation] += calls * ring_bytes(operation, size, ranks)
+            sent[axis, operation] += calls * (size if operation == "send" else ring_bytes(operation, size, ranks))
 
     zero = config.parallelism.zero
-    mesh = layout if zero else Layout(tp=layout.tp, dp_replicate=layout.dp)
+    mesh = layout if zero else Layout(pp=layout.pp, tp=layout.tp, dp_replicate=layout.dp)
     microbatches = config.data.global_batch // (config.data.micro_batch * layout.dp)
-    _tensor_parallel(config, layout, microbatches, add)
+    part = Part.of(config, pp_rank)
+    _tensor_parallel(config, layout, part, microbatches, add)
+    if layout.pp > 1:
+        _pipeline(config, layout, part, pp_rank, microbatches, add)
     if layout.dp > 1:
-        _zero(config, layout, mesh, microbatches, add)
+        _zero(config, layout, mesh, part, microbatches, add)
     for axis in ("dp_replicate", "dp_shard"):
         add(axis, "all_reduce", 8, 1)  # the number of valid tokens
     return [Traffic(axis, operation, rows[axis, operation], sent[axis, operation]) for axis, operation in rows]
 
 
-def _tensor_parallel(config: Config, layout: Layout, microbatches: int, add: Add) -> None:
+def _pipeline(config: Config, layout: Layout, part: Part, pp_rank: int, microbatches: int, add: Add) -> None:
+    """Per microbatch, a stage sends its output on and its input's gradient back, where its neighbour is another rank.
+
+    Ranks with equal tp coordinates talk: each sends the whole (micro_batch, seq_len, hidden), or with sequence
+    parallelism its piece of the sequence. A tied embedding's two holders send each other its gradient once a step: what
+    they hold of it, by the rank that has most rows.
+    """
+    model, data, parallelism = config.model, config.data, config.parallelism
+    length = data.seq_len // (layout.tp if parallelism.sequence_parallel else 1)
+    hidden = data.micro_batch * length * model.hidden_size * BYTES[config.precision.compute]
+    stages = stage_count(parallelism)
+    neighbours = [other for stage in stages_of(pp_rank, parallelism) for other in (stage - 1, stage + 1)]
+    away = [other for other in neighbours if 0 <= other < stages and rank_of(other, parallelism) != pp_rank]
+    add("pp", "send", hidden, len(away) * microbatches)
+    if model.tie_word_embeddings and part.first != part.last:
+        rows = -(-model.vocab_size // layout.tp)
+        shards = layout.dp_shard if parallelism.zero else 1
+        add("pp", "send", -(-rows // shards) * model.hidden_size * BYTES[config.precision.master], 1)
+
+
+def _tensor_parallel(config: Config, layout: Layout, part: Part, microbatches: int, add: Add) -> None:
     """Two crossings per block and direction, one for the embedding and one for the output layer.
 
     A crossing of (micro_batch, seq_len, hidden) is an all-reduce on one of its two sides, or with sequence parallelism
@@ -82,15 +130,15 @@ def _tensor_parallel(config: Config, layout: Layout, microbatches: int, add: Add
     """
     model, data, parallelism = config.model, config.data, config.parallelism
     tokens, compute = data.micro_batch * data.seq_len, BYTES[config.precision.compute]
-    crossings = 2 * (2 * model.num_hidden_layers + 1) * microbatches
+    crossings = (4 * len(part.layers) + part.first + part.last) * microbatches
     # A recomputed layer makes its way once more up to the last result that is needed: all but the feed-forward's sum.
-    again = _recomputed_layers(config) * microbatches
+    again = len(_recomputed(config, part.layers)) * microbatches
     if parallelism.sequence_parallel:
         add("tp", "all_gather", tokens * model.hidden_size * compute, crossings + 2 * again)
         add("tp", "reduce_scatter", tokens * model.hidden_size * compute, crossings + again)
     else:
         add("tp", "all_reduce", tokens * model.hidden_size * compute, crossings + again)
-    for start in range(0, tokens, LOSS_CHUNK):
+    for start in range(0, tokens if part.last else 0, LOSS_CHUNK):
         chunk = min(LOSS_CHUNK, tokens - start)
         if parallelism.loss_parallel:
             precise = 8 if config.precision.compute == FloatType.float64 else 4
@@ -100,7 +148,7 @@ def _tensor_parallel(config: Config, layout: Layout, microbatches: int, add: Add
             columns = -(-model.vocab_size // layout.tp) * layout.tp
             add("tp", "all_gather", chunk * columns * compute, microbatches)
     shards = layout.dp_shard if parallelism.zero else 1
-    named = [*end_shapes(model).items(), *list(layer_shapes(model).items()) * model.num_hidden_layers]
+    named = [*part.ends(model).items(), *list(layer_shapes(model).items()) * len(part.layers)]
     partial = [
         math.prod((-(-shape[0] // shards), *shape[1:]))
         for name, shape in named
@@ -110,27 +158,31 @@ def _tensor_parallel(config: Config, layout: Layout, microbatches: int, add: Add
         add("tp", "all_reduce", sum(partial) * BYTES[config.precision.master], 1)
 
 
-def _recomputed_layers(config: Config) -> int:
-    """How many layers are worked out again as a whole; single blocks end before their sum and send nothing more."""
-    mode, layers = config.parallelism.recompute, config.model.num_hidden_layers
+def _recomputed(config: Config, layers: list[int]) -> list[int]:
+    """Which layers are worked out again as a whole; single blocks end before their sum and send nothing more."""
+    mode = config.parallelism.recompute
     if mode == "selective:ops":
         return layers
     interval = recompute_interval(mode)
-    return 0 if interval is None else -(-layers // interval)
+    return [] if interval is None else [layer for layer in layers if layer % interval == 0]
 
 
-def _zero(config: Config, layout: Layout, mesh: Layout, microbatches: int, add: Add) -> None:
+def _zero(config: Config, layout: Layout, mesh: Layout, part: Part, microbatches: int, add: Add) -> None:
     """Gathers of parameters and sums of gradients, per FSDP2 group: each layer, and the ends."""
     model, zero = config.model, config.parallelism.zero
-    ends = end_shapes(model)
-    first = {"model.embed_tokens.weight": ends["model.embed_tokens.weight"]}
+    if layout.pp > 1 and splits_backward(config.parallelism):
+        zero = min(zero, 1)  # gathered, and reduced, once a step
+    ends = part.ends(model)
+    first = {name: shape for name, shape in ends.items() if "embed" in name}
     last = {name: shape for name, shape in ends.items() if name not in first}
-    groups = [(layer_shapes(model), 2)] * model.num_hidden_layers
+    groups = [(layer_shapes(model), 2)] * len(part.layers)
     # Gathered for forward and again for backward, but for the last group, which the backward pass begins with.
     groups += [(ends, 2)] if model.tie_word_embeddings else [(first, 2), (last, 1)]
     for shapes, passes in groups:
+        if not shapes:
+            continue
         elements = sum(_padded(name, shape, config, layout, mesh.dp_shard) for name, shape in shapes.items())
-        gathers = {0: 1, 1: 1, 2: 1, 3: passes * microbatches}[zero]
+        gathers = passes * microbatches if zero == 3 else 1
         reductions = microbatches if zero >= 2 else 1
         add("dp_shard", "all_gather", elements * BYTES[config.precision.compute], gathers)
         add("dp_shard", "reduce_scatter", elements * BYTES[config.precision.reduce], reductions)

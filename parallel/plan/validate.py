@@ -11,8 +11,10 @@ from models.errors import ConfigError
 from parallel.config import Config, DecayShape, FloatType, MuonConfig, SyntheticData, TokenizerKind, recompute_interval
 from parallel.devices import DEVICES
 from parallel.layout import Layout, resolve
+from parallel.plan.timeline import equal_costs, simulate
 from parallel.plan.traffic import BYTES, ring_bytes
-from parallel.stages import SINGLE, SPLIT_BACKWARD, V_SHAPED, split_layers
+from parallel.schedule import check, read_csv
+from parallel.stages import SINGLE, V_SHAPED, split_layers, splits_backward, stage_count
 
 
 class Severity(StrEnum):
@@ -175,6 +177,11 @@ def _pipeline(config: Config, layout: Layout) -> Iterator[str]:
     if data.micro_batch < 1 or data.global_batch % (data.micro_batch * layout.dp):
         return
     microbatches = data.global_batch // (data.micro_batch * layout.dp)
+    if schedule == "csv":
+        yield from _schedule_file(config, microbatches)
+        return
+    if parallelism.recompute != "none" and splits_backward(parallelism):
+        yield _RECOMPUTE_TWICE.format(recompute=parallelism.recompute, schedule=schedule)
     least = {"1f1b": pp, "dualpipe_v": 2 * pp}.get(schedule, 1)
     rounds = max(microbatches // pp, 1)
     unit = data.micro_batch * layout.dp
@@ -192,6 +199,32 @@ def _pipeline(config: Config, layout: Layout) -> Iterator[str]:
         )
 
 
+_RECOMPUTE_TWICE = (
+    "parallelism.recompute={recompute} with pp_schedule={schedule}: its backward pass is cut in pieces, each of which "
+    "would work the layers out again. Write recompute=none, or pp_schedule=interleaved_1f1b."
+)
+
+
+def _schedule_file(config: Config, microbatches: int) -> Iterator[str]:
+    parallelism = config.parallelism
+    try:
+        orders = read_csv(parallelism.pp_schedule_file)
+    except ConfigError as error:
+        yield str(error)
+        return
+    where = f"parallelism.pp_schedule_file={parallelism.pp_schedule_file}"
+    faults = check(where, orders, parallelism.pp, parallelism.virtual_stages, microbatches)
+    yield from faults
+    if faults:
+        return
+    if parallelism.recompute != "none" and splits_backward(parallelism):
+        yield _RECOMPUTE_TWICE.format(recompute=parallelism.recompute, schedule="csv")
+    try:
+        simulate(orders, stage_count(parallelism), equal_costs)
+    except AssertionError as error:
+        yield f"{where}: {error}. Put every action after what it needs."
+
+
 def _costs(config: Config, layout: Layout) -> Iterator[str]:
     """What is legal and costly."""
     parallelism, data = config.parallelism, config.data
@@ -201,7 +234,7 @@ def _costs(config: Config, layout: Layout) -> Iterator[str]:
         return
     stage = parameter_count(config.model) // (layout.pp * layout.tp)
     microbatches = data.global_batch // (data.micro_batch * layout.dp)
-    if parallelism.pp_schedule in SPLIT_BACKWARD:
+    if splits_backward(parallelism):
         size = stage * BYTES[config.precision.reduce] / 1e9
         yield (
             f"parallelism.zero={parallelism.zero} with pp_schedule={parallelism.pp_schedule} keeps gradients (about "

@@ -14,11 +14,13 @@ from parallel.sharded import split_axes
 from parallel.step import forward_backward
 from tests.distributed.cases import build, make_config
 from tests.distributed.pool import Pool
+from tests.distributed.test_pipeline import settings
 
 OPERATIONS = {
     "c10d::allreduce_": "all_reduce",
     "c10d::_allgather_base_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::send": "send",
 }
 
 
@@ -33,7 +35,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operation = OPERATIONS.get(function.name())
-        if function.name().startswith("c10d::") and not function.name().endswith("barrier"):
+        if function.name().startswith("c10d::") and not function.name().endswith(("barrier", "recv_")):
             assert operation is not None, f"a collective that nobody counts: {function.name()}"
             group = next(arg for arg in args if "ProcessGroup" in str(type(arg)) or "ProcessGroup" in str(arg))
             ranks = dist.ProcessGroup.unbox(group)
@@ -42,16 +44,17 @@ class Ledger(TorchDispatchMode):
                 size = max(tensor.numel() * tensor.element_size() for tensor in tensors)
                 key = (self.axes[ranks.group_name], operation)
                 self.calls[key] += 1
-                self.sent[key] += ring_bytes(operation, size, ranks.size())
+                self.sent[key] += size if operation == "send" else ring_bytes(operation, size, ranks.size())
         return function(*args, **(kwargs or {}))
 
 
 def count(config: Any) -> dict[tuple[str, str], tuple[int, int]]:
-    """Calls and bytes of one step on this rank."""
+    """Calls and bytes of one step on this rank: the second, since in the first a pipeline opens its connections."""
     model, batches = build(config)
     axes = {model.mesh.get_group(axis).group_name: axis for axis in model.mesh.mesh_dim_names}
+    forward_backward(model, batches[0], 0)
     with Ledger(axes) as ledger:
-        forward_backward(model, batches[0], 0)
+        forward_backward(model, batches[1], 1)
     return {key: (ledger.calls[key], ledger.sent[key]) for key in ledger.calls}
 
 
@@ -78,17 +81,24 @@ CASES = [
     (4, {"zero": 3, "dp_replicate": 2}),
     (4, {"zero": 0, "tp": 2}),
     (4, {"zero": 3, "tp": 2, "sequence_parallel": True, "loss_parallel": True}),
+    (2, settings("gpipe", 2, 1, 4)),
+    (4, settings("interleaved_1f1b", 4, 2, 4, model={"num_hidden_layers": 9})),
+    (2, settings("zbv_zero_bubble", 2, 2, 4)),
+    (2, settings("1f1b", 2, 1, 4, model={"tie_word_embeddings": True}, precision="bf16")),
+    *[(4, settings("1f1b", 2, 1, 3, dp=2, zero=zero)) for zero in (0, 1, 2, 3)],
+    *[(4, settings(name, 2, 2, 4, dp=2, zero=3)) for name in ("interleaved_1f1b", "zbv_zero_bubble", "dualpipe_v")],
+    (4, settings("interleaved_1f1b", 2, 2, 4, dp=2, zero=2, model={"tie_word_embeddings": True})),
+    (8, settings("1f1b", 2, 1, 4, dp=2, zero=3, tp=2, sequence_parallel=True, loss_parallel=True, recompute="full:2")),
 ]
 
 
-@pytest.mark.parametrize(("world", "settings"), CASES, ids=lambda value: str(value))
-def test_bytes_on_the_wire_equal_the_formula(pool: Pool, world: int, settings: dict[str, Any]) -> None:
-    config = make_config(**settings)
-    expected = {
-        (row.axis, row.operation): (row.calls, row.bytes_sent)
-        for row in traffic(config, resolve(config.parallelism, world))
-    }
-    assert pool.run(world, "tests.distributed.test_traffic:count", config)[0] == expected
+@pytest.mark.parametrize(("world", "case"), CASES, ids=lambda value: str(value))
+def test_bytes_on_the_wire_equal_the_formula(pool: Pool, world: int, case: dict[str, Any]) -> None:
+    config = make_config(**case)
+    layout = resolve(config.parallelism, world)
+    for rank, counted in enumerate(pool.run(world, "tests.distributed.test_traffic:count", config)):
+        rows = traffic(config, layout, layout.coordinates(rank)["pp"])
+        assert counted == {(row.axis, row.operation): (row.calls, row.bytes_sent) for row in rows}, rank
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

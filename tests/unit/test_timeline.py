@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from parallel.config import ParallelismConfig, PipelineSchedule
-from parallel.plan.timeline import BACKWARD, FORWARD, Action, bubble, expected, order, peak_activations, simulate
+from parallel.plan.timeline import bubble, expected, order, peak_activations, simulate
+from parallel.schedule import BACKWARD, FORWARD, Action
 from parallel.stages import rank_of, split_layers, stage_count, stages_of
 from tests.small import SMALL
 
@@ -74,7 +75,7 @@ def test_every_stage_has_one_rank(schedule: str, virtual: int) -> None:
     config = pipeline(schedule, 4, virtual)
     held = sorted(stage for rank in range(4) for stage in stages_of(rank, config))
     assert held == list(range(stage_count(config)))
-    assert all(stage in stages_of(rank_of(stage, config.pp_schedule, 4), config) for stage in held)
+    assert all(stage in stages_of(rank_of(stage, config), config) for stage in held)
 
 
 def test_orders_that_wait_for_each_other_are_found() -> None:
