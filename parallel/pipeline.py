@@ -1,8 +1,5 @@
 """Pipeline parallelism on torch.distributed.pipelining: stages hold their own layers, a schedule runs them.
 
-GPipe (Huang et al., 2019, arXiv:1811.06965), 1F1B (Narayanan et al., 2019, PipeDream), interleaved 1F1B (Narayanan et
-al., 2021, arXiv:2104.04473), zero bubble and ZBV (Qi et al., 2024, arXiv:2401.10241), DualPipeV (DeepSeek-AI, 2025).
-
 All pipeline ranks of a data rank read the same batch, so that only hidden states and their gradients travel: masks,
 positions and labels are there already. Shapes are known beforehand and never exchanged.
 """
@@ -22,23 +19,14 @@ from models.decoder import Decoder
 from parallel.clock import Clock, Recording
 from parallel.config import Config, ParallelismConfig
 from parallel.layout import Layout
+from parallel.order import SCHEDULES, order
 from parallel.precision import DTYPES
-from parallel.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, read_csv
+from parallel.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
 from parallel.sharded import local
 from parallel.stages import SINGLE, rank_of, split_layers, splits_backward, stage_count, stages_of
 from parallel.zero import before_microbatch
 
 Batch = dict[str, Tensor]
-
-SCHEDULES: dict[str, Any] = {
-    "gpipe": schedules.ScheduleGPipe,
-    "1f1b": schedules.Schedule1F1B,
-    "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
-    "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
-    "zbv_zero_bubble": schedules.ScheduleZBVZeroBubble,
-    "dualpipe_v": schedules.ScheduleDualPipeV,
-    "csv": schedules._PipelineScheduleRuntime,  # what runs all of torch's schedules of several stages; private
-}
 
 
 def build_decoder(model: ModelConfig, parallelism: ParallelismConfig, pp_rank: int) -> Decoder:
@@ -165,16 +153,18 @@ class Pipeline:
     def _schedule(self, stages: list[PipelineStage], microbatches: int) -> Any:
         parallelism = self.config.parallelism
         name = parallelism.pp_schedule
-        schedule = SCHEDULES[name](
+        schedule = getattr(schedules, SCHEDULES[name])(
             stages[0] if name in SINGLE else stages,
             microbatches,
             loss_fn=lambda loss, _: loss / self._divisor,
             scale_grads=False,
         )
-        if name == "csv":
-            orders = read_csv(parallelism.pp_schedule_file)
-            actions = {rank: [schedules._Action.from_str(str(a)) for a in mine] for rank, mine in enumerate(orders)}
-            schedule._prepare_schedule_with_comms(actions)
+        if name in ("csv", "dualpipe_v"):
+            # DualPipeV's pairs are taken apart: nothing here runs the two at once, and what the first sends would wait.
+            orders = enumerate(order(parallelism, microbatches))
+            schedule._prepare_schedule_with_comms(
+                {rank: [schedules._Action.from_str(str(action)) for action in actions] for rank, actions in orders}
+            )
         return schedule
 
 

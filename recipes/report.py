@@ -46,9 +46,10 @@ def report(run: Path, out: Path) -> None:
         )
         axis.set(ylabel=label, xlabel="step")
         axis.grid(alpha=0.3)
+        axis.xaxis.get_major_locator().set_params(integer=True)
     axes[2].set_ylim(bottom=0)
     axes[0].set_title(f"{run.name}: {config.model.name}, {config.precision.name}, {len(rows)} steps", loc="left")
-    length = max((span.end for _, spans in timelines for span in spans), default=0.0)
+    length = max((span.end for _, spans in timelines for span in spans), default=0.0)  # one scale for both
     for axis, (title, spans) in zip(axes[3:], timelines, strict=True):
         draw_timeline(axis, spans, ranks, length)
         axis.set_title(f"{title}: {bubble(spans, ranks):.1%} of the ranks' time idle", loc="left", fontsize=10)
@@ -59,6 +60,9 @@ def report(run: Path, out: Path) -> None:
         patches.append(plt.Rectangle((0, 0), 1, 1, color=IDLE))
         figure.legend(patches, [*(NAMES[kind] for kind in kinds), "idle"], loc="lower right", ncols=4, frameon=False)
     figure.tight_layout(rect=(0, 0.03 if timelines else 0, 1, 1))
+    known = figure.canvas.get_supported_filetypes()
+    if out.suffix[1:] not in known:
+        raise ConfigError(f"--out={out}: the ending must be one of {', '.join(sorted(known))}; write {out.stem}.png.")
     try:
         figure.savefig(out, dpi=110)
     except OSError as error:
@@ -100,15 +104,23 @@ def _busy(spans: list[Span]) -> float:
 
 
 def draw_timeline(axis: Any, spans: list[Span], ranks: int, length: float) -> None:
-    """A row per pipeline rank; a bar per action, with its microbatch's number where there is room."""
+    """A row per pipeline rank; a bar per action, with its microbatch's number where there is room.
+
+    A rank's later stages are paler.
+    """
+    end = max(span.end for span in spans)
+    held: dict[int, list[int]] = {
+        rank: sorted({s.action.stage for s in spans if s.rank == rank}) for rank in range(ranks)
+    }
     for rank in range(ranks):
-        axis.broken_barh([(0, length)], (rank - 0.4, 0.8), facecolors=IDLE)
+        axis.broken_barh([(0, end)], (rank - 0.4, 0.8), facecolors=IDLE)
     for span in spans:
         width = span.end - span.start
         axis.broken_barh(
             [(span.start, width)],
             (span.rank - 0.4, 0.8),
             facecolors=COLOURS[span.action.kind],
+            alpha=1.0 - 0.45 * held[span.rank].index(span.action.stage) / len(held[span.rank]),
             edgecolor="white",
             linewidth=0.4,
         )

@@ -1,21 +1,20 @@
-"""What a pipeline schedule does when: the order of actions per rank, and a simulation of it with a cost per stage.
+"""When a pipeline's ranks do what: a simulation of the very orders that they execute, with a cost per stage.
 
-The orders are those that torch's schedules themselves execute, not formulas about them. Times are in units of the given
+Times are in units of the given
 costs; messages are free. The bubble is the share of all ranks' time in which a rank computes nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 from models.config import ModelConfig
 from models.counts import forward_flops_per_token
 from parallel.config import Config, ParallelismConfig, recompute_interval
 from parallel.layout import Layout
-from parallel.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, read_csv
-from parallel.stages import SINGLE, split_layers, stage_count, stages_of
+from parallel.order import order
+from parallel.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action
+from parallel.stages import split_layers, stage_count
 
 
 @dataclass(frozen=True)
@@ -26,54 +25,6 @@ class Span:
     action: Action
     start: float
     end: float
-
-
-def order(parallelism: ParallelismConfig, microbatches: int) -> list[list[Action]]:
-    """The actions of every pipeline rank in the order in which its schedule runs them."""
-    schedule, pp = parallelism.pp_schedule, parallelism.pp
-    if schedule in SINGLE:
-        plain = _gpipe if schedule == "gpipe" else _one_f_one_b
-        return [plain(rank, pp, microbatches) for rank in range(pp)]
-    if schedule == "csv":
-        return read_csv(parallelism.pp_schedule_file)
-    # torch is imported here only: what has no pipeline, or a plain one, is planned without it.
-    from torch import nn
-
-    from parallel.pipeline import SCHEDULES
-
-    stages = [
-        SimpleNamespace(
-            stage_index=stage,
-            num_stages=stage_count(parallelism),
-            group_size=pp,
-            group_rank=0,
-            is_first=stage == 0,
-            is_last=stage == stage_count(parallelism) - 1,
-            submod=nn.Identity(),
-        )
-        for stage in stages_of(0, parallelism)
-    ]
-    built = SCHEDULES[schedule](stages, microbatches, loss_fn=lambda loss, _: loss, scale_grads=False)
-    return [_plain(built.pipeline_order[rank]) for rank in range(pp)]
-
-
-def _plain(actions: Sequence[Any]) -> list[Action]:
-    flat = [part for action in actions if action is not None for part in (action.sub_actions or (action,))]
-    return [Action(part.computation_type.value, part.stage_index, part.microbatch_index) for part in flat]
-
-
-def _gpipe(rank: int, pp: int, microbatches: int) -> list[Action]:
-    return [Action(kind, rank, microbatch) for kind in (FORWARD, BACKWARD) for microbatch in range(microbatches)]
-
-
-def _one_f_one_b(rank: int, pp: int, microbatches: int) -> list[Action]:
-    warmup = min(microbatches, pp - rank)
-    actions = [Action(FORWARD, rank, microbatch) for microbatch in range(warmup)]
-    for microbatch in range(microbatches):
-        actions.append(Action(BACKWARD, rank, microbatch))
-        if warmup + microbatch < microbatches:
-            actions.append(Action(FORWARD, rank, warmup + microbatch))
-    return actions
 
 
 def simulate(orders: list[list[Action]], stages: int, cost: Callable[[Action], float]) -> list[Span]:
@@ -89,7 +40,7 @@ def simulate(orders: list[list[Action]], stages: int, cost: Callable[[Action], f
         for rank, actions in enumerate(orders):
             while places[rank] < len(actions):
                 action = actions[places[rank]]
-                needed = _needs(action, stages, done)
+                needed = needs(action, stages, done)
                 if needed is None:
                     break
                 start = max(clocks[rank], needed)
@@ -101,7 +52,7 @@ def simulate(orders: list[list[Action]], stages: int, cost: Callable[[Action], f
     return spans
 
 
-def _needs(action: Action, stages: int, done: dict[Action, float]) -> float | None:
+def needs(action: Action, stages: int, done: dict[Action, float]) -> float | None:
     """When what an action needs is there; None while it is not."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind == FORWARD:
@@ -122,7 +73,12 @@ def _needs(action: Action, stages: int, done: dict[Action, float]) -> float | No
 
 
 def equal_costs(action: Action) -> float:
-    """A backward pass costs two forward passes, each half of a split one as much as a forward pass."""
+    """A backward pass costs two forward passes, each half of a split one as much as a forward pass.
+
+    But on the first stage, where nobody asks for the inputs' gradients, torch leaves all to the half of the weights.
+    """
+    if action.stage == 0 and action.kind in (INPUT, WEIGHT):
+        return 0.0 if action.kind == INPUT else 2.0
     return 2.0 if action.kind == BACKWARD else 1.0
 
 

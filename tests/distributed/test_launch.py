@@ -146,6 +146,50 @@ def test_an_exception_on_one_rank_is_the_last_thing_said(tmp_path: Path) -> None
     assert output.rstrip().endswith("RuntimeError: planted on rank 1")
 
 
+PIPELINE = ["parallelism.pp=2", "parallelism.tp=2", "model.num_hidden_layers=2", "data.micro_batch=1"]
+
+
+def test_a_killed_stage_ends_all_within_ten_seconds_and_is_named(tmp_path: Path) -> None:
+    process = start(*PIPELINE, "trainer.max_steps=100000", "trainer.log_interval=1", root=tmp_path)
+    ranks = wait_until_training(process, tmp_path, 4)
+    os.kill(ranks[3], signal.SIGKILL)
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == 1
+    assert output.rstrip().endswith("rank 3 was ended by signal SIGKILL.")
+    assert alive(ranks) == []
+
+
+def test_an_exception_in_a_stage_ends_all_within_ten_seconds_and_is_the_last_thing_said(tmp_path: Path) -> None:
+    # Planted from outside: once the stage's class is there, rank 2's raises in the middle of its fifth step.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys, threading, time\n"
+        "def plant():\n"
+        "    while not hasattr(sys.modules.get('parallel.pipeline'), '_Stage'):\n"
+        "        time.sleep(0.001)\n"
+        "    stage, calls = sys.modules['parallel.pipeline']._Stage, []\n"
+        "    original = stage.backward_one_chunk\n"
+        "    def backward(self, *arguments, **named):\n"
+        "        calls.append(time.time())\n"
+        "        if len(calls) == 37:\n"
+        "            print(f'planted at {calls[-1]}', flush=True)\n"
+        "            raise RuntimeError('planted in a stage')\n"
+        "        return original(self, *arguments, **named)\n"
+        "    stage.backward_one_chunk = backward\n"
+        "if os.environ.get('RANK') == '2':\n"
+        "    threading.Thread(target=plant, daemon=True).start()\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.getcwd()])
+    process = start(*PIPELINE, "trainer.max_steps=100000", root=tmp_path / "runs", PYTHONPATH=path)
+    output, _ = process.communicate(timeout=120)
+    ended = time.time()
+    assert process.returncode == 1
+    assert "rank 2 failed:" in output
+    assert output.rstrip().endswith("RuntimeError: planted in a stage")
+    assert ended - float(output.split("planted at ")[1].split()[0]) < 10
+    [run] = runs(tmp_path / "runs")
+    assert "planted in a stage" in (run / "FAILED").read_text()
+
+
 def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
     process = start(*FOUR, "trainer.max_steps=100000", "trainer.log_interval=1", root=tmp_path)
     ranks = wait_until_training(process, tmp_path, 4)

@@ -1,9 +1,13 @@
 """Pipelines: every schedule is the same run as one process, and every layer exists exactly once."""
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 
+from parallel.config import PipelineSchedule
+from parallel.plan.validate import Severity, validate
 from tests.distributed.cases import disagreeing_replicas, make_config, merged, reference, samples_read, worst_error
 from tests.distributed.pool import Pool
 
@@ -15,7 +19,7 @@ def settings(schedule: str, pp: int, virtual: int, microbatches: int, **others: 
     dp = others.pop("dp", 1)
     return {
         "pp": pp,
-        "pp_schedule": schedule,
+        "pp_schedule": PipelineSchedule[schedule],
         "virtual_stages": virtual,
         "model": {"num_hidden_layers": 8} | others.pop("model", {}),
         "data": {"micro_batch": 1, "global_batch": microbatches * dp},
@@ -67,4 +71,49 @@ def test_schedule_equals_one_process(pool: Pool, case: tuple[int, dict[str, Any]
     assert error < 1e-9, where
     assert merged(traces).initial == expected.initial
     assert samples_read(config, traces) == expected.samples
+    assert disagreeing_replicas(traces) == []
+
+
+SCHEDULES = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved_1f1b", 2),
+    ("interleaved_zero_bubble", 1),
+    ("interleaved_zero_bubble", 2),
+    ("zbv_zero_bubble", 2),
+    ("dualpipe_v", 2),
+]
+
+
+def matrix() -> list[tuple[int, dict[str, Any]]]:
+    """Schedules x 2, 3, 4 pipeline ranks x microbatches x ZeRO x tensor parallelism, as far as it is legal."""
+    cases = []
+    for (schedule, virtual), pp, zero, tp in product(SCHEDULES, (2, 3, 4), (0, 1, 2, 3), (1, 2)):
+        dp = 2 if zero else 1
+        for microbatches in (pp, 2 * pp, 3 * pp, 2 * pp + 1):
+            chosen = settings(schedule, pp, virtual, microbatches, dp=dp, tp=tp, zero=zero, sequence_parallel=tp > 1)
+            world = pp * dp * tp
+            if all(problem.severity != Severity.error for problem in validate(make_config(**chosen), world)):
+                cases.append((world, chosen))
+    return cases
+
+
+@pytest.fixture(scope="module")
+def wide_pool() -> Iterator[Pool]:
+    """Four pipeline ranks x 2 data ranks x 2 tensor ranks."""
+    pool = Pool(16)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", matrix(), ids=str)
+def test_the_whole_matrix_equals_one_process(wide_pool: Pool, case: tuple[int, dict[str, Any]]) -> None:
+    world, chosen = case
+    config = make_config(**chosen)
+    expected = reference(wide_pool, config)
+    traces = wide_pool.run(world, TRAIN, config)
+    error, where = worst_error(expected, merged(traces))
+    print(f"{error:.1e} ({where})")
+    assert error < 1e-9, where
     assert disagreeing_replicas(traces) == []

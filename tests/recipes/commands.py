@@ -18,7 +18,7 @@ MODEL = [
 ]
 MICRO = ["data=synthetic", "data.validation_sequences=4", *MODEL]
 """A run of seconds on one thread."""
-_TIMES = ("step_time_s", "tokens_per_s", "tflops", "mfu")
+_TIMES = ("step_time_s", "tokens_per_s", "tflops", "mfu", "bubble")
 
 
 def start(name: str, *arguments: str) -> "subprocess.Popen[str]":

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from parallel.config import ParallelismConfig, PipelineSchedule
-from parallel.plan.timeline import bubble, expected, order, peak_activations, simulate
+from parallel.order import order
+from parallel.plan.timeline import bubble, expected, peak_activations, simulate
 from parallel.schedule import BACKWARD, FORWARD, Action
 from parallel.stages import rank_of, split_layers, stage_count, stages_of
 from tests.small import SMALL
@@ -52,11 +53,16 @@ def test_zero_bubble_schedules_have_a_smaller_bubble_than_interleaving(
 
 @pytest.mark.parametrize(("pp", "microbatches"), SIZES)
 def test_live_activations_are_those_of_the_schedule(pp: int, microbatches: int) -> None:
-    def peaks(schedule: str) -> list[int]:
-        return [peak_activations(actions) for actions in order(pipeline(schedule, pp, 1), microbatches)]
+    def peaks(schedule: str, virtual: int) -> list[int]:
+        return [peak_activations(actions) for actions in order(pipeline(schedule, pp, virtual), microbatches)]
 
-    assert peaks("gpipe") == [microbatches] * pp
-    assert peaks("1f1b") == [min(microbatches, pp - rank) for rank in range(pp)]
+    assert peaks("gpipe", 1) == [microbatches] * pp
+    assert peaks("1f1b", 1) == [min(microbatches, pp - rank) for rank in range(pp)]
+    for virtual in (2, 4):  # Narayanan et al., 2021: the warm-up's forward passes, and one
+        warmup = [min(2 * (pp - rank - 1) + (virtual - 1) * pp, virtual * microbatches) for rank in range(pp)]
+        assert peaks("interleaved_1f1b", virtual) == [min(held + 1, virtual * microbatches) for held in warmup]
+    assert peaks("zbv_zero_bubble", 2) == [2 * pp] * pp  # Qi et al., 2024: that of 1F1B's first rank, on every rank
+    assert max(peaks("dualpipe_v", 2)) == 2 * pp + 1  # DeepSeek-AI, 2025: one more
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), ALL)

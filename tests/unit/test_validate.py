@@ -3,6 +3,7 @@
 import random
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -108,6 +109,55 @@ def test_given_one_fault_when_validated_then_exactly_that_is_named_with_its_valu
     pattern = ".*".join(re.escape(part) for part in words.split(".*"))
     assert len(errors) == 1, errors
     assert re.search(pattern, errors[0]), errors
+
+
+PIPELINES = [
+    (4, "pp=4", "virtual_stages=2", "virtual_stages=2: pp_schedule=1f1b has one stage per rank.*interleaved_1f1b"),
+    (4, "pp=4", "pp_schedule=dualpipe_v", "virtual_stages=1: pp_schedule=dualpipe_v has two stages per rank"),
+    (4, "pp=4", "pp_schedule=interleaved_1f1b", "virtual_stages=1: pp_schedule=interleaved_1f1b interleaves several"),
+    (8, "pp=8", "pp_schedule=gpipe", "pp=8 * virtual_stages=1 = 8 stages, but model.num_hidden_layers=4.*at most 4"),
+    (2, "pp=2", "pp_split=[3,2]", "pp_split=[3, 2] must name 2 stages.*4 layers in all.*names 2 of 5"),
+    (2, "pp=2", "pp_split=fair", "pp_split=fair is none of balanced, even, or a list"),
+    (1, "pp=1", "virtual_stages=2", "virtual_stages=2 needs parallelism.pp above 1"),
+    (2, "pp=2", "pp_schedule=csv", "pp_schedule=csv needs a file"),
+    (2, "pp=2", "pp_schedule=csv parallelism.pp_schedule_file=/nowhere.csv", "/nowhere.csv: No such file"),
+    (
+        *(2, "pp=2", "pp_schedule=zbv_zero_bubble parallelism.virtual_stages=2 parallelism.recompute=full"),
+        "recompute=full with pp_schedule=zbv_zero_bubble.*pp_schedule=interleaved_1f1b",
+    ),
+]
+
+
+@pytest.mark.parametrize(("world", "pp", "other", "words"), PIPELINES, ids=[f"{c[1]} {c[2]}" for c in PIPELINES])
+def test_given_a_faulty_pipeline_when_validated_then_the_fault_is_named(
+    world: int, pp: str, other: str, words: str
+) -> None:
+    errors = _errors(f"parallelism.{pp}", *f"parallelism.{other}".split(), "data.micro_batch=1", world=world)
+    pattern = ".*".join(re.escape(part) for part in words.split(".*"))
+    assert len(errors) == 1, errors
+    assert re.search(pattern, errors[0]), errors
+
+
+FILES = [
+    ("0F0,0B0\n1F0,1X0\n", "line 2: '1X0' is no action"),
+    ("0F0,0B0\n", "has 1 lines; parallelism.pp=2 ranks"),
+    ("0F0,0B0\n0F0,0B0\n", "puts stages [[0], [0]] on the ranks"),
+    ("0F0,0B0\n1F0\n", "for stage 1 and microbatch 0 of 1, the actions {'F': 1, 'B': 0"),
+    ("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n", "has 0F1, but there are microbatches 0 to 0"),
+    ("0B0,0F0\n1F0,1B0\n", "cannot go on"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), FILES, ids=[words for _, words in FILES])
+def test_given_a_faulty_schedule_file_when_validated_then_the_fault_is_named(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    path = tmp_path / "schedule.csv"
+    path.write_text(text)
+    pipeline = ("parallelism.pp=2", "parallelism.pp_schedule=csv", f"parallelism.pp_schedule_file={path}")
+    errors = _errors(*pipeline, "data.global_batch=1", "data.micro_batch=1", world=2)
+    assert len(errors) == 1, errors
+    assert words in errors[0]
 
 
 def test_given_the_recipe_when_validated_then_there_is_nothing_to_say() -> None:
