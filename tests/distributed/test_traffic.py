@@ -141,8 +141,6 @@ def test_packed_documents_make_a_ring_send_less_than_the_formula(pool: Pool) -> 
     sent = sum(count.get(("cp", "send"), (0, 0))[1] for count in counts)
     rows = [row for rank in range(4) for row in traffic(config, layout, 0, rank)]
     most = sum(row.bytes_sent for row in rows if row.operation == "send")
-        row.bytes_sent for rank in range(4) for row in traffic(config, layout, 0, rank) if row.operation == "send"
-    )
     assert 0 < sent < most / 3
 
 
