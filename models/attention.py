@@ -1,56 +1,117 @@
-"""Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245) and the description of who sees whom."""
+"""Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245), block by block under a mask of models/mask.py."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import ModelConfig
+from models.kernels import kernel_for, of_keys, of_queries
+from models.mask import AttentionMask, Block
 from models.norm import RMSNorm
 from models.rotary import rotate
 
+Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+"""Attention of query, key and value (batch, heads, seq, head_dim) under a mask, as an `Attention` is given it."""
 
-@dataclass(frozen=True)
-class AttentionMask:
-    """Who sees whom: always causal, optionally a sliding window, optionally within a packed document only.
 
-    `document_ids` is int64 (batch, seq), equal for tokens of one document, or None. `allowed` is the same statement as
-    a bool tensor (batch or 1, 1, queries, keys), or None where plain causal attention needs no tensor.
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+    """Softmax attention, and the log-sum-exp of each query's scores.
+
+    Query (batch, heads, queries, head_dim) on key and value (batch, key_value_heads, keys, head_dim); results of the
+    query's shape and (batch, heads, queries). Only the first has a gradient. Memory does not grow with the product of
+    queries and keys. Every query must see a key.
     """
+    return _Attend.apply(query, key, value, mask)
 
-    window: int | None = None
-    document_ids: Tensor | None = None
-    allowed: Tensor | None = None
+
+def attend_alone(query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+    """`attend` of whole sequences in one process; plain causal attention by whatever kernel torch finds fastest."""
+    if mask.plain and query.shape[2] == key.shape[2]:
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+    return attend(query, key, value, mask)[0]
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+        partial = Partial(query, key, value, mask)
+        out = partial.out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, partial.lse)
+        ctx.mask = mask
+        ctx.mark_non_differentiable(partial.lse)
+        return out, partial.lse
 
     @staticmethod
-    def build(
-        queries: int, keys: int, device: torch.device, window: int | None = None, document_ids: Tensor | None = None
-    ) -> "AttentionMask":
-        """The mask of the last `queries` of `keys` tokens (fewer queries than keys: the rest are in a cache)."""
-        if document_ids is None and queries == keys and (window is None or window >= keys):
-            return AttentionMask(window)
-        key = torch.arange(keys, device=device)
-        query = torch.arange(keys - queries, keys, device=device).unsqueeze(-1)
-        allowed = key <= query
-        if window is not None:
-            allowed = allowed & (query - key < window)
-        allowed = allowed[None, None]
-        if document_ids is not None:
-            same = document_ids[:, keys - queries :].unsqueeze(-1) == document_ids.unsqueeze(-2)
-            allowed = allowed & same.unsqueeze(1)
-        return AttentionMask(window, document_ids, allowed)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, out, lse = ctx.saved_tensors
+        gradients = Gradients(query, grads[0], out, lse)
+        key_grad, value_grad = zeros_of(key), zeros_of(value)
+        gradients.add(key, value, (*ctx.mask.squares, *ctx.mask.rectangles), key_grad, value_grad)
+        return gradients.query_grad.to(query.dtype), key_grad.to(key.dtype), value_grad.to(value.dtype), None
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
-    """Softmax attention: query (batch, heads, queries, head_dim) on key and value (batch, kv_heads, keys, head_dim)."""
-    grouped = query.shape[1] != key.shape[1]
-    if mask.allowed is None:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-    # No fused kernel takes both a mask and grouped heads; unfused, all scores would stand in memory.
-    copies = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(copies, dim=1) if grouped else x for x in (key, value))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask.allowed)
+class Partial:
+    """What queries have seen so far: `out` and `lse`, in float32 or better, to which blocks of other keys are added."""
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> None:
+        self.query = query
+        self.kernel = kernel_for(query)
+        self.out = query.new_zeros(query.shape, dtype=_precise(query.dtype))
+        self.lse = query.new_full(query.shape[:-1], float("-inf"), dtype=self.out.dtype)
+        for block, out, lse in self._blocks(key, value, mask.squares):
+            of_queries(self.out, block).copy_(out)
+            of_queries(self.lse, block).copy_(lse)
+        self.add(key, value, mask.rectangles)
+
+    def add(self, key: Tensor, value: Tensor, blocks: tuple[Block, ...]) -> None:
+        """Let the queries see more keys."""
+        for block, out, lse in self._blocks(key, value, blocks):
+            merge(of_queries(self.out, block), of_queries(self.lse, block), out, lse)
+
+    def _blocks(self, key: Tensor, value: Tensor, blocks: tuple[Block, ...]) -> Any:
+        for call in self.kernel.calls(blocks):
+            results = self.kernel.forward(self.query, key, value, call)
+            yield from ((block, *result) for block, result in zip(call, results, strict=True))
+
+
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Add, in place, the attention of the same queries on other keys: softmax over both is their mean, weighted by
+    exp(lse) (Rabe and Staats, 2021, arXiv:2112.05682).
+    """
+    total = torch.logaddexp(lse, more_lse)
+    out.mul_((lse - total).exp().unsqueeze(-1)).add_(more * (more_lse - total).exp().unsqueeze(-1))
+    lse.copy_(total)
+
+
+class Gradients:
+    """The backward pass over blocks in any order: `query_grad` sums up here, those of keys where the caller says."""
+
+    def __init__(self, query: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> None:
+        self.query, self.grad, self.out, self.lse = query, grad, out, lse
+        self.kernel = kernel_for(query)
+        self.query_grad = zeros_of(query)
+
+    def add(self, key: Tensor, value: Tensor, blocks: tuple[Block, ...], key_grad: Tensor, value_grad: Tensor) -> None:
+        """Add the blocks' shares to the query's gradient and to those of the given keys and values."""
+        for call in self.kernel.calls(blocks):
+            results = self.kernel.backward(self.grad, self.query, key, value, self.out, self.lse, call)
+            for block, (of_query, of_key, of_value) in zip(call, results, strict=True):
+                of_queries(self.query_grad, block).add_(of_query)
+                of_keys(key_grad, block).add_(of_key)
+                of_keys(value_grad, block).add_(of_value)
+
+
+def zeros_of(x: Tensor) -> Tensor:
+    """Zeros of x's shape, in float32 or better, to sum up gradients in."""
+    return x.new_zeros(x.shape, dtype=_precise(x.dtype))
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype == torch.float64 else torch.float32
 
 
 class KeyValueCache:
@@ -84,11 +145,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_output_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.attend: Attend = attend_alone
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: AttentionMask, cache: KeyValueCache | None = None
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Any, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """(batch, seq, hidden) to (batch, seq, hidden)."""
+        """(batch, seq, hidden) to (batch, seq, hidden); `mask` is what `attend` takes."""
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -98,4 +160,4 @@ class Attention(nn.Module):
         query, key = rotate(query, rotary), rotate(key, rotary)
         if cache is not None:
             key, value = cache.extend(key, value)
-        return self.o_proj(attend(query, key, value, mask).transpose(1, 2).flatten(-2))
+        return self.o_proj(self.attend(query, key, value, mask).transpose(1, 2).flatten(-2))

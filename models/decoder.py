@@ -1,18 +1,23 @@
 """The decoder of the Llama family: embedding, layers, final norm, output layer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import Attention, AttentionMask, KeyValueCache
+from models.attention import Attention, KeyValueCache
 from models.config import ModelConfig
 from models.dropout import DropoutKey, dropout
 from models.feed_forward import FeedForward
 from models.loss import WholeVocabulary, linear_cross_entropy
+from models.mask import AttentionMask
 from models.norm import RMSNorm
 from models.rotary import rotary_tables
+
+MaskOf = Callable[[int, int, int | None, Tensor | None], Any]
+"""The mask of so many queries and keys, a window and document ids, for the layers' `attend`."""
 
 
 class DecoderLayer(nn.Module):
@@ -31,7 +36,7 @@ class DecoderLayer(nn.Module):
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
-        mask: AttentionMask,
+        mask: Any,
         dropout_key: DropoutKey | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
@@ -70,6 +75,7 @@ class DecoderBody(nn.Module):
         # By its number in the whole decoder, so that a layer is named the same whatever else is here.
         self.layers = nn.ModuleDict({str(index): DecoderLayer(config, index) for index in layers})
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if norm else None
+        self.mask_of: MaskOf = AttentionMask.of_sequence
 
     def forward(
         self,
@@ -84,7 +90,7 @@ class DecoderBody(nn.Module):
             x = dropout(self.embed_tokens(x), self.config.dropout, "embed_tokens", dropout_key)
         rotary = rotary_tables(self.config.rope, self.config.head_dim, positions, x.dtype)
         length, cached = positions.shape[1], len(caches[0]) if caches else 0
-        mask = AttentionMask.build(length, cached + length, x.device, self.config.sliding_window, document_ids)
+        mask = self.mask_of(length, cached + length, self.config.sliding_window, document_ids)
         for index, layer in enumerate(self.layers.values()):
             x = layer(x, rotary, mask, dropout_key, caches[index] if caches else None)
         return x if self.norm is None else self.norm(x)
@@ -117,6 +123,7 @@ class Decoder(nn.Module):
     def part(self, layers: Iterable[int], first: bool, last: bool) -> "Decoder":
         """A stage of this decoder: the modules are shared, not copied."""
         part = Decoder(self.config, (), first=False, last=False)
+        part.model.mask_of = self.model.mask_of
         part.model.layers.update({str(index): self.model.layers[str(index)] for index in layers})
         if first or (last and self.config.tie_word_embeddings):
             part.model.embed_tokens = self.model.embed_tokens

@@ -51,6 +51,31 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
     return result.movedim(0, dim)
 
 
+def all_to_all(x: Tensor, split: int, join: int, group: ProcessGroup | None) -> Tensor:
+    """x cut along `split`, a piece for each rank; what comes from the ranks is joined along `join` in their order."""
+    if size_of(group) == 1:
+        return x
+    pieces = torch.stack(x.chunk(size_of(group), split))
+    received = torch.empty_like(pieces)
+    dist.all_to_all_single(received, pieces, group=group)
+    return torch.cat(received.unbind(0), join)
+
+
+Transfer = tuple[Tensor | None, int, Tensor | None, int]
+"""A tensor to send and the rank in the group that gets it, a tensor to fill and the rank that it comes from."""
+
+
+def exchange(transfer: Transfer, group: ProcessGroup, tag: int) -> list[dist.Work]:
+    """Begin to send one tensor and to receive another, either of which may be None; wait for what is returned."""
+    to_send, target, to_fill, source = transfer
+    operations = []
+    if to_send is not None:
+        operations.append(dist.P2POp(dist.isend, to_send, group=group, group_peer=target, tag=tag))
+    if to_fill is not None:
+        operations.append(dist.P2POp(dist.irecv, to_fill, group=group, group_peer=source, tag=tag))
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, sequence: bool) -> Tensor:
@@ -86,3 +111,24 @@ def enter_tensor_parallel(x: Tensor, group: ProcessGroup, sequence: bool) -> Ten
 def leave_tensor_parallel(x: Tensor, group: ProcessGroup, sequence: bool) -> Tensor:
     """Where the ranks' partial results are summed, "g" of the same figures; with `sequence` each keeps its piece."""
     return _Leave.apply(x, group, sequence)
+
+
+def gather_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The ranks' pieces of x (batch, seq, ...), one after another; gradients are summed and each rank gets its own."""
+    return _Enter.apply(x, group, True)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: int, join: int, group: ProcessGroup) -> Tensor:
+        ctx.split, ctx.join, ctx.group = split, join, group
+        return all_to_all(x, split, join, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(grads[0], ctx.join, ctx.split, ctx.group), None, None, None
+
+
+def deal_out(x: Tensor, split: int, join: int, group: ProcessGroup) -> Tensor:
+    """`all_to_all` with its gradient, which goes the other way."""
+    return _AllToAll.apply(x, split, join, group)

@@ -67,6 +67,12 @@ class ParallelismConfig:
     """`balanced`, `even`, or a list of layers per stage."""
     cp: int = 1
     cp_method: ContextMethod = ContextMethod.ring
+    """How attention crosses the cut: `ring` (keys and values go round), `all_gather` (all of them at once), `ulysses`
+    (heads are dealt out instead), `ulysses_ring` (heads among `cp_ulysses` ranks, a ring of those groups)."""
+    cp_ulysses: int | None = None
+    """`ulysses_ring`: among how many ranks heads are dealt out; the ring has cp / cp_ulysses."""
+    cp_padding: bool = True
+    """Sequences that cp does not divide are filled up with tokens that do not count; false refuses them."""
     ep: int = 1
     etp: int = 1
     dp_replicate: int = 1

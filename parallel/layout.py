@@ -8,6 +8,7 @@ Experts see the same ranks through a second grid: within a pipeline stage,
 """
 
 from dataclasses import dataclass
+from math import isqrt
 
 import numpy as np
 
@@ -80,10 +81,28 @@ class Layout:
         return rank // devices_per_node
 
 
+def mesh_layout(layout: Layout, zero: int) -> Layout:
+    """The grid that the mesh is built from: context ranks are data ranks to it, since all see tokens of their own.
+
+    ZeRO shards over dp_shard * cp ranks, and gradients are summed over them all. With zero=0 every one of them is a
+    replica and a shard is one rank.
+    """
+    shard = layout.dp_shard * layout.cp
+    if zero > 0:
+        return Layout(layout.pp, layout.dp_replicate, shard, 1, layout.tp, layout.ep, layout.etp)
+    return Layout(layout.pp, layout.dp_replicate * shard, 1, 1, layout.tp, layout.ep, layout.etp)
+
+
 def piece(size: int, ranks: int, rank: int) -> range:
     """Which indices of a dimension a rank holds: equal pieces of ceil(size / ranks), the last ones shorter or empty."""
     length = -(-size // ranks)
     return range(min(rank * length, size), min((rank + 1) * length, size))
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, in order."""
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 def world_size(cluster: ClusterConfig, parallelism: ParallelismConfig, gpus: int) -> int:

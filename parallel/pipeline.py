@@ -16,6 +16,7 @@ from torch.distributed.pipelining._backward import stage_backward
 
 from models.config import ModelConfig
 from models.decoder import Decoder
+from parallel.balance import padded_length
 from parallel.clock import Clock, Recording
 from parallel.config import Config, ParallelismConfig
 from parallel.layout import Layout
@@ -52,9 +53,11 @@ class Pipeline:
     ) -> None:
         self.parts, self.config, self.group, self.device = parts, config, group, device
         self.last_stage = stage_count(config.parallelism) - 1
+        self.length = padded_length(config.data.seq_len, config.parallelism) // layout.cp
+        self.sequence_ranks = layout.tp if config.parallelism.sequence_parallel else 1
         self.hidden_shape = (
             config.data.micro_batch,
-            config.data.seq_len // (layout.tp if config.parallelism.sequence_parallel else 1),
+            self.length // self.sequence_ranks,
             config.model.hidden_size,
         )
         self._divisor = torch.ones((), device=device)
@@ -108,9 +111,9 @@ class Pipeline:
             if number == 0:
                 x = batch["tokens"]
             elif number - 1 not in self.parts:
-                shape = (*batch["tokens"].shape, self.hidden_shape[-1])
-                length = shape[1] * self.hidden_shape[1] // self.config.data.seq_len
-                x = torch.empty((shape[0], length, shape[2]), dtype=self._dtype, device=self.device)
+                sequences, length = batch["tokens"].shape
+                shape = (sequences, length // self.sequence_ranks, self.hidden_shape[-1])
+                x = torch.empty(shape, dtype=self._dtype, device=self.device)
                 dist.recv(x, group=self.group, group_src=self.rank_of_stage(number - 1))
             assert x is not None
             x = part(x, **_carried(batch))
@@ -129,7 +132,7 @@ class Pipeline:
     def _stage(self, number: int, part: Decoder) -> PipelineStage:
         part.register_forward_pre_hook(self._unpack, with_kwargs=True)
         hidden = torch.empty(self.hidden_shape, dtype=self._dtype, device="meta", requires_grad=True)
-        tokens = torch.empty(self.hidden_shape[0], self.config.data.seq_len, dtype=torch.int64, device="meta")
+        tokens = torch.empty(self.hidden_shape[0], self.length, dtype=torch.int64, device="meta")
         loss = torch.empty((), dtype=self._loss_dtype, device="meta", requires_grad=True)
         stage = _Stage(
             part,
@@ -237,5 +240,5 @@ def tied_weight(decoder: Decoder, pipeline: Pipeline) -> nn.Parameter | None:
 
 
 def _carried(batch: Batch) -> Batch:
-    names = ("positions", "document_ids", "labels", "sample")
+    names = ("positions", "document_ids", "labels", "sample", "places")
     return {name: batch[name] for name in names if name in batch}

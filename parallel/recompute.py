@@ -4,6 +4,9 @@
 the others. `selective:attention` and `selective:mlp` redo one block of each layer. `selective:ops` keeps the results of
 matrix products and attention, which are dear to make, and redoes everything between them. Dropout masks are functions
 of the step and the place, so no random state has to be kept: gradients are bitwise those of `none`.
+
+Ring attention is many partial results per layer, more with every rank; `selective:ops` keeps none of those and works
+out attention again.
 """
 
 from functools import partial
@@ -16,20 +19,20 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from models.decoder import Decoder, DecoderLayer
 from parallel.config import recompute_interval
 
-_KEPT = (
-    "aten::mm",
-    "aten::addmm",
-    "aten::bmm",
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+_ATTENTION = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_flash_attention_forward",
 )
 
 
-def apply_recompute(decoder: Decoder, mode: str) -> None:
-    """Make a decoder's layers recompute what `mode` says."""
+def apply_recompute(decoder: Decoder, mode: str, keep_attention: bool = True) -> None:
+    """Make a decoder's layers recompute what `mode` says; `keep_attention` is for `selective:ops`."""
     n = recompute_interval(mode)
+    policy = partial(_policy, _PRODUCTS + _ATTENTION if keep_attention else _PRODUCTS)
     for layer in decoder.model.layers.values():
         assert isinstance(layer, DecoderLayer)
         if n is not None and layer.index % n == 0:
@@ -39,7 +42,7 @@ def apply_recompute(decoder: Decoder, mode: str) -> None:
         elif mode == "selective:mlp":
             _recompute(layer.mlp)
         elif mode == "selective:ops":
-            _recompute(layer, context_fn=partial(create_selective_checkpoint_contexts, _policy))
+            _recompute(layer, context_fn=partial(create_selective_checkpoint_contexts, policy))
 
 
 def _recompute(module: nn.Module, **options: Any) -> None:
@@ -47,6 +50,6 @@ def _recompute(module: nn.Module, **options: Any) -> None:
     module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False, **options)
 
 
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(kept: tuple[str, ...], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = operation.name().split(".")[0] if isinstance(operation, torch._ops.OpOverload) else ""
-    return CheckpointPolicy.MUST_SAVE if name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if name in kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -16,17 +16,19 @@ from models.counts import parameter_shapes
 from models.decoder import Decoder
 from models.dropout import DropoutKey
 from models.initialise import initialise
+from parallel.balance import ring_and_ulysses
 from parallel.collectives import all_reduce
 from parallel.config import Config
+from parallel.context import Context
 from parallel.gradients import ClipResult, clip_gradients
-from parallel.layout import AXES, Layout
+from parallel.layout import AXES, Layout, mesh_layout
 from parallel.loss import valid_tokens
 from parallel.pipeline import Pipeline, build_parts, exchange_tied_gradients, tied_weight
 from parallel.precision import DTYPES
 from parallel.recompute import apply_recompute
 from parallel.sharded import fill_block, whole
 from parallel.tensor import split_tensors, sum_partial_gradients
-from parallel.zero import before_microbatch, mesh_layout, shard
+from parallel.zero import before_microbatch, shard
 
 Batch = dict[str, Tensor]
 
@@ -43,9 +45,14 @@ class ParallelModel:
     partial: list[str] = field(default_factory=list)
     """Parameters whose gradients tp ranks must still sum."""
     pipeline: Pipeline | None = None
+    context: Context | None = None
+
+    def own_part(self, batch: Batch) -> Batch:
+        """What this rank holds of its data rank's batch: everything without context parallelism."""
+        return batch if self.context is None else self.context.cut(batch)
 
     def sum_over_data(self, x: Tensor) -> Tensor:
-        """Sum over all data ranks, the same on every rank."""
+        """Sum over all ranks that have tokens of their own, data and context ranks; the same on every rank."""
         for axis in ("dp_replicate", "dp_shard"):
             x = all_reduce(x, self.mesh.get_group(axis))
         return x
@@ -72,9 +79,8 @@ class ParallelModel:
         dist.broadcast(tensor, group=self.pipeline.group, group_src=owner)
         return tensor
 
-    def sequence_piece(self) -> slice:
-        """The piece of the sequence that this rank holds between blocks: all of it without sequence parallelism."""
-        length = self.config.data.seq_len
+    def sequence_piece(self, length: int) -> slice:
+        """Which of the `length` tokens of its part it holds between blocks: all without sequence parallelism."""
         if not self.config.parallelism.sequence_parallel:
             return slice(0, length)
         piece, rank = length // self.layout.tp, self.mesh.get_local_rank("tp")
@@ -98,16 +104,20 @@ def parallelize(decoder: Decoder, config: Config, layout: Layout, mesh: DeviceMe
     decoder.to(DTYPES[precision.master])
     if layout.tp > 1:
         model.partial = split_tensors(decoder, mesh["tp"], parallelism.sequence_parallel, parallelism.loss_parallel)
-    apply_recompute(decoder, parallelism.recompute)
+    apply_recompute(decoder, parallelism.recompute, keep_attention=ring_and_ulysses(parallelism)[0] == 1)
     parts = build_parts(decoder, parallelism, mesh.get_local_rank("pp"))
     for part in parts.values():
-        if layout.dp > 1 or precision.compute != precision.master:
+        if layout.dp * layout.cp > 1 or precision.compute != precision.master:
             # An axis of one rank would still cost FSDP2 a collective.
             axes = ("dp_replicate", "dp_shard") if mesh.size(AXES.index("dp_replicate")) > 1 else ("dp_shard",)
             shard(part, mesh[axes], parallelism, precision)
         part.to_empty(device="cpu" if parallelism.offload else device)
     decoder.tie_weights()
     initialise(decoder, config.model, config.seed, fill_block)
+    if layout.cp > 1:
+        model.context = Context(config, layout, dist.get_rank())
+        for part in parts.values():
+            model.context.install(part)
     if layout.pp > 1:
         model.pipeline = Pipeline(parts, config, layout, mesh.get_group("pp"), device)
     return model
@@ -129,8 +139,9 @@ def dropout_key(model: ParallelModel, batch: Batch, step: int) -> DropoutKey | N
     """What the dropout masks of a microbatch depend on; None where there is no dropout."""
     if model.config.model.dropout == 0.0:
         return None
-    piece, sample = model.sequence_piece(), batch["sample"].unsqueeze(-1)
-    position = torch.arange(piece.start, piece.stop, device=sample.device).unsqueeze(0)
+    length = batch["labels"].shape[1]
+    places = batch["places"] if "places" in batch else torch.arange(length, device=batch["labels"].device).unsqueeze(0)
+    sample, position = batch["sample"].unsqueeze(-1), places[:, model.sequence_piece(length)]
     return DropoutKey(model.config.seed, step, *torch.broadcast_tensors(sample, position))
 
 
@@ -139,6 +150,7 @@ def forward_backward(model: ParallelModel, batch: Batch, step: int) -> tuple[Ten
 
     Returns this rank's part of the loss (see `sum_of_parts`) and the number of valid tokens of the whole step.
     """
+    batch = model.own_part(batch)
     tokens = model.sum_over_data(valid_tokens(batch["labels"]))
     divisor = tokens.clamp_min(1)
     if model.pipeline is not None:
@@ -166,7 +178,10 @@ def _one_after_another(model: ParallelModel, batch: Batch, divisor: Tensor, step
 
 @torch.no_grad()
 def evaluate(model: ParallelModel, batch: Batch) -> Tensor | None:
-    """Sum of the token losses of one batch; None on a rank that does not hold the last pipeline stage."""
+    """Sum of the token losses of this rank's part of a batch (`ParallelModel.own_part`).
+
+    None on a rank that does not hold the last pipeline stage.
+    """
     if model.pipeline is not None:
         return model.pipeline.evaluate(batch)
     return token_loss(model.decoder, batch, model.config)

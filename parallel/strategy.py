@@ -82,6 +82,11 @@ class QuintetStrategy(ModelParallelStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
+    def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Everything but the document ids, which only the host reads: to ask a GPU for them would make it wait."""
+        tensors = {name: tensor for name, tensor in batch.items() if name != "document_ids"}
+        return batch | super().batch_to_device(tensors, device, dataloader_idx)
+
     def training_step(self, batch: Batch, *_: Any) -> Tensor:
         """Forward and backward of the whole step; returns this data rank's part of the loss."""
         assert self.parallel is not None

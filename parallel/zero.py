@@ -21,19 +21,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from models.decoder import Decoder
 from parallel.config import ParallelismConfig, PrecisionConfig
-from parallel.layout import Layout
 from parallel.precision import DTYPES
 from parallel.stages import splits_backward
 
 # The embedding's output is a view where ranks gather it along the sequence; nothing here writes into it.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-
-
-def mesh_layout(layout: Layout, zero: int) -> Layout:
-    """The grid that the mesh is built from: with zero=0 every data rank is a replica and a shard is one rank."""
-    if zero > 0:
-        return layout
-    return Layout(layout.pp, layout.dp, 1, layout.cp, layout.tp, layout.ep, layout.etp)
 
 
 def shard(decoder: Decoder, mesh: DeviceMesh, parallelism: ParallelismConfig, precision: PrecisionConfig) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from models.counts import training_flops_per_token
 from models.errors import RunError
+from parallel.balance import padded_length
 from parallel.clock import Clock, Recording
 from parallel.config import Config, FloatType
 from parallel.devices import Device
@@ -103,6 +104,8 @@ class Metrics(Callback):
     def __init__(self, config: Config, file: MetricsFile | None, device: Device | None, layout: Layout) -> None:
         self.config, self.file, self.layout = config, file, layout
         self._bubble_expected = expected_bubble(config, layout)
+        missing = padded_length(config.data.seq_len, config.parallelism) - config.data.seq_len
+        self._padding = {"padding_tokens": config.data.global_batch * missing} if missing else {}
         self.latest: dict[str, float] = {}
         """The row written last."""
         self._flops_per_token = training_flops_per_token(config.model, config.data.seq_len, causal=True)
@@ -206,4 +209,5 @@ class Metrics(Callback):
             "tokens_per_s": processed / seconds,
             "tflops_per_device_causal": flops / 1e12,
         }
+        row |= self._padding
         return row if self._peak is None else row | {"mfu_causal": flops / self._peak}

@@ -69,6 +69,7 @@ class LanguageModel(LightningModule):
             self.bytes_per_token = self.bytes_per_token.to(self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        batch = self.parallel.own_part(batch)
         loss = evaluate(self.parallel, batch)
         if loss is not None:
             self._validation += batch_sums(loss, batch["labels"], self.bytes_per_token)

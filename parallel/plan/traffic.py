@@ -7,13 +7,14 @@ every row against the collectives of a real step.
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from models.config import LOSS_CHUNK, ModelConfig
 from models.counts import end_shapes, layer_shapes
-from parallel.config import Config, FloatType, recompute_interval
-from parallel.layout import Layout
+from parallel.balance import held_in_ring, padded_length, ring_and_ulysses
+from parallel.config import Config, ContextMethod, FloatType, recompute_interval
+from parallel.layout import Layout, mesh_layout
 from parallel.stages import rank_of, split_layers, splits_backward, stage_count, stages_of
 
 BYTES = {FloatType.float64: 8, FloatType.float32: 4, FloatType.bfloat16: 2}
@@ -74,10 +75,12 @@ class Part:
         return {name: shape for name, shape in shapes.items() if (embedding if "embed" in name else self.last)}
 
 
-def traffic(config: Config, layout: Layout, pp_rank: int = 0) -> list[Traffic]:
+def traffic(config: Config, layout: Layout, pp_rank: int = 0, cp_rank: int | None = None) -> list[Traffic]:
     """All collectives and messages of forward and backward of one step, as a rank of pipeline rank `pp_rank` sees them.
 
-    Left out are clipping's few bytes, and those with which a pipeline opens its connections in the first step.
+    Left out are clipping's few bytes, and those with which a pipeline opens its connections in the first step. Ranks of
+    a ring of context ranks do not all send the same: `cp_rank` is by default the last, which sends most. With packed
+    documents a ring sends less than is said here, by what is in them.
     """
     rows: Counter[tuple[str, str]] = Counter()
     sent: Counter[tuple[str, str]] = Counter()
@@ -88,14 +91,17 @@ def traffic(config: Config, layout: Layout, pp_rank: int = 0) -> list[Traffic]:
             rows[axis, operation] += calls
             sent[axis, operation] += calls * (size if operation == "send" else ring_bytes(operation, size, ranks))
 
-    zero = config.parallelism.zero
-    mesh = layout if zero else Layout(pp=layout.pp, tp=layout.tp, dp_replicate=layout.dp)
+    mesh = mesh_layout(layout, config.parallelism.zero)
     microbatches = config.data.global_batch // (config.data.micro_batch * layout.dp)
     part = Part.of(config, pp_rank)
     _tensor_parallel(config, layout, part, microbatches, add)
     if layout.pp > 1:
         _pipeline(config, layout, part, pp_rank, microbatches, add)
-    if layout.dp > 1:
+    if layout.cp > 1:
+        for operation, calls, size in _context(config, layout, part, layout.cp - 1 if cp_rank is None else cp_rank):
+            rows["cp", operation] += calls * microbatches
+            sent["cp", operation] += size * microbatches
+    if layout.dp * layout.cp > 1:
         _zero(config, layout, mesh, part, microbatches, add)
     for axis in ("dp_replicate", "dp_shard"):
         add(axis, "all_reduce", 8, 1)  # the number of valid tokens
@@ -110,7 +116,7 @@ def _pipeline(config: Config, layout: Layout, part: Part, pp_rank: int, microbat
     they hold of it, by the rank that has most rows.
     """
     model, data, parallelism = config.model, config.data, config.parallelism
-    length = data.seq_len // (layout.tp if parallelism.sequence_parallel else 1)
+    length = _part_length(config) // (layout.tp if parallelism.sequence_parallel else 1)
     hidden = data.micro_batch * length * model.hidden_size * BYTES[config.precision.compute]
     stages = stage_count(parallelism)
     neighbours = [other for stage in stages_of(pp_rank, parallelism) for other in (stage - 1, stage + 1)]
@@ -118,7 +124,7 @@ def _pipeline(config: Config, layout: Layout, part: Part, pp_rank: int, microbat
     add("pp", "send", hidden, len(away) * microbatches)
     if model.tie_word_embeddings and part.first != part.last:
         rows = -(-model.vocab_size // layout.tp)
-        shards = layout.dp_shard if parallelism.zero else 1
+        shards = layout.dp_shard * layout.cp if parallelism.zero else 1
         add("pp", "send", -(-rows // shards) * model.hidden_size * BYTES[config.precision.master], 1)
 
 
@@ -129,7 +135,7 @@ def _tensor_parallel(config: Config, layout: Layout, part: Part, microbatches: i
     a reduce-scatter on one and an all-gather on the other.
     """
     model, data, parallelism = config.model, config.data, config.parallelism
-    tokens, compute = data.micro_batch * data.seq_len, BYTES[config.precision.compute]
+    tokens, compute = data.micro_batch * _part_length(config), BYTES[config.precision.compute]
     crossings = (4 * len(part.layers) + part.first + part.last) * microbatches
     # A recomputed layer makes its way once more up to the last result that is needed: all but the feed-forward's sum.
     again = len(_recomputed(config, part.layers)) * microbatches
@@ -147,7 +153,7 @@ def _tensor_parallel(config: Config, layout: Layout, part: Part, microbatches: i
         else:
             columns = -(-model.vocab_size // layout.tp) * layout.tp
             add("tp", "all_gather", chunk * columns * compute, microbatches)
-    shards = layout.dp_shard if parallelism.zero else 1
+    shards = layout.dp_shard * layout.cp if parallelism.zero else 1
     named = [*part.ends(model).items(), *list(layer_shapes(model).items()) * len(part.layers)]
     partial = [
         math.prod((-(-shape[0] // shards), *shape[1:]))
@@ -156,6 +162,61 @@ def _tensor_parallel(config: Config, layout: Layout, part: Part, microbatches: i
     ]
     if partial:
         add("tp", "all_reduce", sum(partial) * BYTES[config.precision.master], 1)
+
+
+def _context(config: Config, layout: Layout, part: Part, cp_rank: int) -> Iterator[tuple[str, int, int]]:
+    """Operation, calls and bytes that one rank sends for the attention of a microbatch in its layers.
+
+    Keys and values of h heads and t tokens are 2 h t head_dim numbers. A ring sends them once forward and once
+    backward, and the gradients of what it was sent back; gathering sends them forward and as many gradients backward;
+    an all-to-all has the queries too, the results go back by another, and both go the other way backward.
+    """
+    model, parallelism = config.model, config.parallelism
+    ring, ulysses = ring_and_ulysses(parallelism)
+    layers = len(part.layers)
+    redone = part.layers if parallelism.recompute == "selective:attention" else _recomputed(config, part.layers)
+    again = len(redone)
+    length = padded_length(config.data.seq_len, parallelism)
+    token = config.data.micro_batch * model.head_dim * BYTES[config.precision.compute]  # of one head, all sequences
+    heads, held = model.num_attention_heads // layout.tp, max(model.num_key_value_heads // layout.tp, 1)
+    if ulysses > 1:
+        held = max(held, ulysses)
+        there, back = (
+            ring_bytes("all_to_all", count * length // layout.cp * token, ulysses)
+            for count in (heads + 2 * held, heads)
+        )
+        yield "all_to_all", 2 * (2 * layers + again), (2 * layers + again) * (there + back)
+    if parallelism.cp_method == ContextMethod.all_gather:
+        size = ring_bytes("all_gather", 2 * held * length * token, ring)
+        yield "all_gather", layers + again, (layers + again) * size
+        yield "reduce_scatter", layers, layers * size
+    elif ring > 1:
+        pair = 2 * held // ulysses * token
+        rank, window = cp_rank // ulysses, model.sliding_window
+        parts = held_in_ring((0,), length, window, ring)
+        others = [other for other in range(ring) if other != rank]
+        out = [_sent(parts[rank], parts[other], window) for other in others]
+        returned = [_sent(parts[other], parts[rank], window) for other in others]
+        calls = (2 * layers + again) * sum(count > 0 for count in out) + layers * sum(count > 0 for count in returned)
+        yield "send", calls, pair * ((2 * layers + again) * sum(out) + layers * sum(returned))
+
+
+def _sent(keys: tuple[range, ...], queries: tuple[range, ...], window: int | None) -> int:
+    """Keys of one ring rank that another's queries see: of each piece its end, from the first key that the next of the
+    other's pieces reaches back to.
+    """
+    total = 0
+    for piece in keys:
+        later = [query.start for query in queries if query.start >= piece.stop]
+        if later:
+            oldest = piece.start if window is None else min(later) - window + 1
+            total += max(piece.stop - max(piece.start, oldest), 0)
+    return total
+
+
+def _part_length(config: Config) -> int:
+    """Tokens of a sequence that a context rank holds."""
+    return padded_length(config.data.seq_len, config.parallelism) // config.parallelism.cp
 
 
 def _recomputed(config: Config, layers: list[int]) -> list[int]:

@@ -4,13 +4,23 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from math import inf, isqrt
+from math import inf
 
 from models.counts import parameter_count
 from models.errors import ConfigError
-from parallel.config import Config, DecayShape, FloatType, MuonConfig, SyntheticData, TokenizerKind, recompute_interval
+from parallel.balance import padded_length
+from parallel.config import (
+    Config,
+    DecayShape,
+    FloatType,
+    MuonConfig,
+    SyntheticData,
+    TokenizerKind,
+    recompute_interval,
+)
 from parallel.devices import DEVICES
-from parallel.layout import Layout, resolve
+from parallel.layout import Layout, divisors, resolve
+from parallel.plan.context_rules import context_rules
 from parallel.plan.timeline import equal_costs, simulate
 from parallel.plan.traffic import BYTES, ring_bytes
 from parallel.schedule import check, read_csv
@@ -60,7 +70,7 @@ def validate(config: Config, world: int) -> list[Problem]:
     except ConfigError as error:
         messages.append(str(error))
     else:
-        for layout_rule in (batch_arithmetic, _tensor_parallel, _zero, _pipeline):
+        for layout_rule in (batch_arithmetic, _tensor_parallel, context_rules, _zero, _pipeline):
             messages += layout_rule(config, layout)
         problems = [Problem(Severity.warning, message) for message in _costs(config, layout)] if not messages else []
         return [Problem(Severity.error, message) for message in messages] + problems
@@ -79,7 +89,7 @@ def batch_arithmetic(config: Config, layout: Layout) -> Iterator[str]:
     unit = data.micro_batch * dp
     below, above = data.global_batch // unit * unit, -(-data.global_batch // unit) * unit
     batches = " or ".join(str(batch) for batch in (below, above) if batch)
-    micro = _divisors(data.global_batch // dp) if data.global_batch % dp == 0 else []
+    micro = divisors(data.global_batch // dp) if data.global_batch % dp == 0 else []
     nearest = sorted(micro, key=lambda size: abs(size - data.micro_batch))[:2]
     other = f" or data.micro_batch={' or '.join(map(str, sorted(nearest)))}" if nearest else ""
     yield (
@@ -109,12 +119,12 @@ def _tensor_parallel(config: Config, layout: Layout) -> Iterator[str]:
             f"parallelism.tp={tp} must divide model.num_key_value_heads={key_value_heads} or be a multiple of it, so "
             f"that every rank has whole key/value heads or one that is held by several. Write one of {both}."
         )
-    if parallelism.sequence_parallel and config.data.seq_len % tp:
+    if parallelism.sequence_parallel and layout.cp == 1 and config.data.seq_len % tp:
         yield (
             f"data.seq_len={config.data.seq_len} must be a multiple of parallelism.tp={tp} with sequence_parallel. "
             f"Write data.seq_len={-(-config.data.seq_len // tp) * tp}, or sequence_parallel=false."
         )
-    if parallelism.zero and layout.dp_shard > 1:
+    if parallelism.zero and layout.dp_shard * layout.cp > 1:
         for key in ("vocab_size", "intermediate_size"):
             size = getattr(model, key)
             if size % tp:
@@ -135,12 +145,12 @@ def _zero(config: Config, layout: Layout) -> Iterator[str]:
             f"parallelism.prefetch={config.parallelism.prefetch} is for zero=3, where every layer is gathered when "
             f"it is used; zero={zero} gathers once a step. Write parallelism.prefetch=0."
         )
-    if config.parallelism.offload and (config.cluster.device == "cpu" or layout.dp == 1):
+    if config.parallelism.offload and (config.cluster.device == "cpu" or layout.dp * layout.cp == 1):
         yield (
             f"parallelism.offload=true needs a GPU to offload from and more than one data rank; cluster.device="
-            f"{config.cluster.device}, data ranks {layout.dp}. Write parallelism.offload=false."
+            f"{config.cluster.device}, data ranks {layout.dp * layout.cp}. Write parallelism.offload=false."
         )
-    if isinstance(config.optimizer, MuonConfig) and (layout.tp > 1 or (zero > 0 and layout.dp_shard > 1)):
+    if isinstance(config.optimizer, MuonConfig) and (layout.tp > 1 or (zero > 0 and layout.dp_shard * layout.cp > 1)):
         yield (
             f"optimizer=muon works on whole matrices, which parallelism.tp={layout.tp} and zero={zero} split. Write "
             f"parallelism.tp=1 and parallelism.zero=0, or optimizer=adamw."
@@ -228,9 +238,19 @@ def _schedule_file(config: Config, microbatches: int) -> Iterator[str]:
 def _costs(config: Config, layout: Layout) -> Iterator[str]:
     """What is legal and costly."""
     parallelism, data = config.parallelism, config.data
-    if parallelism.zero and layout.dp_shard == 1:
-        yield f"parallelism.zero={parallelism.zero} shares nothing out: there is one data rank to a shard (dp_shard=1)."
-    if layout.pp == 1 or parallelism.zero < 2 or layout.dp_shard == 1:
+    shards = layout.dp_shard * layout.cp
+    padded = padded_length(data.seq_len, parallelism)
+    if padded != data.seq_len:
+        yield (
+            f"data.seq_len={data.seq_len} is filled up to {padded} with tokens that do not count: "
+            f"{data.global_batch * (padded - data.seq_len)} of {data.global_batch * padded} a step "
+            f"({1 - data.seq_len / padded:.1%}). data.seq_len={padded} needs none."
+        )
+    if parallelism.zero and shards == 1:
+        yield (
+            f"parallelism.zero={parallelism.zero} shares nothing out: there is one rank to a shard (dp_shard * cp = 1)."
+        )
+    if layout.pp == 1 or parallelism.zero < 2 or shards == 1:
         return
     stage = parameter_count(config.model) // (layout.pp * layout.tp)
     microbatches = data.global_batch // (data.micro_batch * layout.dp)
@@ -242,7 +262,7 @@ def _costs(config: Config, layout: Layout) -> Iterator[str]:
             f"split: that is the memory of zero=1."
         )
     elif parallelism.zero == 3:
-        sent = ring_bytes("all_gather", stage * BYTES[config.precision.compute], layout.dp_shard) * 2 * microbatches
+        sent = ring_bytes("all_gather", stage * BYTES[config.precision.compute], shards) * 2 * microbatches
         yield (
             f"parallelism.zero=3 with parallelism.pp={layout.pp} gathers a stage's parameters again for forward "
             f"and backward of each of {microbatches} microbatches: a rank sends about {sent / 1e9:.2f} GB a step, with "
@@ -276,13 +296,8 @@ def _recompute(config: Config) -> Iterator[str]:
         yield str(error)
 
 
-def _divisors(number: int) -> list[int]:
-    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
-    return sorted({*small, *(number // size for size in small)})
-
-
 def _unavailable(config: Config) -> Iterator[str]:
-    for axis in ("cp", "ep", "etp"):
+    for axis in ("ep", "etp"):
         size = getattr(config.parallelism, axis)
         if size > 1:
             yield f"parallelism.{axis}={size}: this version cannot split along {axis} yet. Write parallelism.{axis}=1."

@@ -188,9 +188,10 @@ def validate(model: ParallelModel) -> dict[str, float]:
     batches = ValidationBatches(windows, len(windows), config.data.micro_batch, data_rank, layout.dp)
     sums = torch.zeros(3, dtype=torch.float64)
     for index in range(len(batches)):
-        loss = evaluate(model, batches[index])
+        batch = model.own_part(batches[index])
+        loss = evaluate(model, batch)
         if loss is not None:
-            sums += batch_sums(loss, batches[index]["labels"], None)
+            sums += batch_sums(loss, batch["labels"], None)
     return means(model.sum_of_parts(sums))
 
 

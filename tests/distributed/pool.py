@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 TIMEOUT_S = 60
 RECYCLE_AFTER = 100
@@ -97,6 +98,8 @@ def _work(pipe: Connection) -> None:
             )
             result = getattr(importlib.import_module(module), name)(*arguments)
             dist.destroy_process_group()
+            # What DTensor remembers of equal meshes would name process groups of an earlier case.
+            _clear_sharding_prop_cache()
         except BaseException:
             answer = (True, traceback.format_exc())
         else:

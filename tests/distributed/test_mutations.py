@@ -12,6 +12,8 @@ from tests.distributed.pool import Pool
 TP: dict[str, Any] = {"world": 2, "tp": 2}
 SP: dict[str, Any] = TP | {"sequence_parallel": True, "loss_parallel": True}
 DP: dict[str, Any] = {"world": 2, "zero": 2}
+CP: dict[str, Any] = {"world": 2, "cp": 2, "data": {"global_batch": 4, "mask": MaskPattern.uneven}}
+PLAIN: dict[str, Any] = {"data": {"global_batch": 4, "document_mask": False, "mask": MaskPattern.uneven}}
 BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
 
 WHERE: dict[str, dict[str, Any]] = {
@@ -41,6 +43,23 @@ WHERE: dict[str, dict[str, Any]] = {
     "dropout_masks_restart_in_every_piece": SP | {"model": {"dropout": 0.2}},
     "dropout_sees_samples_by_their_local_number": DP | {"model": {"dropout": 0.2}},
     "recomputation_sees_other_keys": TP | {"recompute": "selective:attention"},
+    "partial_attention_is_added_without_weights": CP,
+    "log_sum_exp_is_not_merged": CP | PLAIN,
+    "the_ring_stops_a_hop_early": CP | {"world": 3, "cp": 3},
+    "key_gradients_stay_where_they_were_made": CP,
+    "gradients_of_keys_and_values_are_swapped_on_their_way": CP,
+    "key_gradients_go_to_the_next_rank": CP | {"cp_method": "all_gather"},
+    "heads_come_back_in_another_order": CP | {"cp_method": "ulysses"},
+    "copies_of_key_heads_are_dealt_out_in_turn": CP
+    | {"world": 4, "cp": 4, "cp_method": "ulysses", "model": {"num_key_value_heads": 2}},
+    "context_gradients_are_not_summed": CP,
+    "context_ranks_divide_by_their_own_tokens": CP | {"world": 4, "zero": 1},
+    "labels_are_shifted_after_the_cut": CP | PLAIN,
+    "positions_are_counted_in_the_part": CP,
+    "dropout_goes_by_the_place_in_the_part": CP | {"model": {"dropout": 0.2}},
+    "tokens_that_fill_up_count": CP | {"data": {"global_batch": 4, "seq_len": 15}},
+    "documents_end_where_the_part_does_not_know": CP,
+    "the_window_ends_with_the_part": CP | PLAIN | {"model": {"sliding_window": 7}},
 }
 
 

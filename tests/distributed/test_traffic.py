@@ -20,6 +20,7 @@ OPERATIONS = {
     "c10d::allreduce_": "all_reduce",
     "c10d::_allgather_base_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::alltoall_base_": "all_to_all",
     "c10d::send": "send",
 }
 
@@ -52,6 +53,8 @@ def count(config: Any) -> dict[tuple[str, str], tuple[int, int]]:
     """Calls and bytes of one step on this rank: the second, since in the first a pipeline opens its connections."""
     model, batches = build(config)
     axes = {model.mesh.get_group(axis).group_name: axis for axis in model.mesh.mesh_dim_names}
+    if model.context is not None:
+        axes |= {group.group_name: "cp" for group in (model.context.ring, model.context.ulysses)}
     forward_backward(model, batches[0], 0)
     with Ledger(axes) as ledger:
         forward_backward(model, batches[1], 1)
@@ -99,6 +102,46 @@ def test_bytes_on_the_wire_equal_the_formula(pool: Pool, world: int, case: dict[
     for rank, counted in enumerate(pool.run(world, "tests.distributed.test_traffic:count", config)):
         rows = traffic(config, layout, layout.coordinates(rank)["pp"])
         assert counted == {(row.axis, row.operation): (row.calls, row.bytes_sent) for row in rows}, rank
+
+
+PLAIN: dict[str, Any] = {"data": {"document_mask": False, "global_batch": 4}}
+CONTEXT: list[tuple[int, dict[str, Any]]] = [
+    (2, {"cp": 2} | PLAIN),
+    (3, {"cp": 3, "zero": 3, "model": {"num_key_value_heads": 1}} | PLAIN),
+    (4, {"cp": 4, "data": {"document_mask": False, "global_batch": 4, "seq_len": 21}}),
+    (4, {"cp": 4, "model": {"sliding_window": 4, "num_key_value_heads": 2}, "precision": "bf16"} | PLAIN),
+    (4, {"cp": 2, "tp": 2, "sequence_parallel": True, "zero": 2} | PLAIN),
+    (4, {"cp": 4, "cp_method": "all_gather", "model": {"num_key_value_heads": 2}} | PLAIN),
+    (2, {"cp": 2, "cp_method": "ulysses", "zero": 1} | PLAIN),
+    (4, {"cp": 4, "cp_method": "ulysses", "model": {"num_key_value_heads": 2}} | PLAIN),
+    (4, {"cp": 4, "cp_method": "ulysses_ring", "cp_ulysses": 2, "model": {"num_key_value_heads": 1}} | PLAIN),
+    (4, {"cp": 2, "pp": 2, "model": {"num_hidden_layers": 3}} | PLAIN),
+    *[(2, {"cp": 2, "recompute": mode} | PLAIN) for mode in ("full", "full:2", "selective:attention", "selective:mlp")],
+    *[
+        (2, {"cp": 2, "cp_method": method, "recompute": "selective:ops"} | PLAIN)
+        for method in ("ring", "all_gather", "ulysses")
+    ],
+]
+
+
+@pytest.mark.parametrize(("world", "settings"), CONTEXT, ids=lambda value: str(value))
+def test_every_context_rank_sends_what_the_formula_says(pool: Pool, world: int, settings: dict[str, Any]) -> None:
+    config = make_config(**settings)
+    layout = resolve(config.parallelism, world)
+    for rank, counted in enumerate(pool.run(world, "tests.distributed.test_traffic:count", config)):
+        place = layout.coordinates(rank)
+        rows = traffic(config, layout, place["pp"], place["cp"])
+        assert counted == {(row.axis, row.operation): (row.calls, row.bytes_sent) for row in rows}
+
+
+def test_packed_documents_make_a_ring_send_less_than_the_formula(pool: Pool) -> None:
+    config = make_config(cp=4, data={"global_batch": 4, "seq_len": 64, "document_len": 5})
+    layout = resolve(config.parallelism, 4)
+    counts = pool.run(4, "tests.distributed.test_traffic:count", config)
+    sent = sum(count.get(("cp", "send"), (0, 0))[1] for count in counts)
+    rows = [row for rank in range(4) for row in traffic(config, layout, 0, rank)]
+    most = sum(row.bytes_sent for row in rows if row.operation == "send")
+    assert 0 < sent < most / 3
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -11,11 +11,12 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor
 
-from models.attention import AttentionMask, attend
+from models.attention import attend_alone
 from models.config import ModelConfig, RopeConfig, RopeScaling
 from models.counts import parameters_per_layer
 from models.decoder import Decoder, DecoderLayer
 from models.loss import linear_cross_entropy
+from models.mask import AttentionMask
 from models.rotary import rotary_tables
 from parallel.layout import Layout
 from parallel.ranks import Ranks, start_process_group
@@ -56,8 +57,8 @@ def check_attention(device: torch.device) -> None:
                 (inputs, document_ids),
                 (references, None if document_ids is None else documents.cpu()),
             ):
-                mask = AttentionMask.build(length, length, tensors[0].device, window, ids)
-                out = attend(*tensors, mask)
+                mask = AttentionMask.of_sequence(length, length, window, ids)
+                out = attend_alone(*tensors, mask)
                 out.backward(torch.ones_like(out))
                 if tensors is inputs:
                     found = out
@@ -99,7 +100,7 @@ def check_layer(config: ModelConfig, device: torch.device, length: int) -> None:
         layer = DecoderLayer(config, 0).to(torch.bfloat16)
         x = torch.randn(1, length, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         rotary = rotary_tables(config.rope, config.head_dim, torch.arange(length).unsqueeze(0), torch.bfloat16)
-    mask = AttentionMask.build(length, length, device, config.sliding_window)
+    mask = AttentionMask.of_sequence(length, length, config.sliding_window)
     seconds = []
     for _ in range(4):
         started = time.perf_counter()

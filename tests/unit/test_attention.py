@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.attention import AttentionMask, attend
+from models.attention import attend_alone
 from models.config import RopeConfig, RopeScaling
+from models.mask import AttentionMask
 from models.rotary import rotary_tables
 from tests.small import SMALL, random_decoder, random_tokens
 
@@ -45,9 +46,9 @@ def test_given_a_mask_when_attended_then_exactly_the_allowed_keys_are_seen(
     draw = torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, queries, 8, generator=draw, dtype=torch.float64)
     key, value = torch.randn(2, 2, 2, LENGTH, 8, generator=draw, dtype=torch.float64)
-    mask = AttentionMask.build(queries, LENGTH, query.device, window, documents)
+    mask = AttentionMask.of_sequence(queries, LENGTH, window, documents)
     expected = _by_hand(query, key, value, window, documents)
-    torch.testing.assert_close(attend(query, key, value, mask), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(attend_alone(query, key, value, mask), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("window", [None, 4])
