@@ -147,13 +147,15 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.attend: Attend = attend_alone
 
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (batch, seq, heads * head_dim) of x (batch, seq, hidden)."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Any, cache: KeyValueCache | None = None
     ) -> Tensor:
         """(batch, seq, hidden) to (batch, seq, hidden); `mask` is what `attend` takes."""
-        query, key, value = (
-            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in self.project(x))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))

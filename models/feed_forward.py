@@ -17,4 +17,9 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, seq, hidden) to (batch, seq, hidden)."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.project(x)
+        return self.down_proj(F.silu(gate) * up)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What gates, and what is gated: (batch, seq, intermediate) each."""
+        return self.gate_proj(x), self.up_proj(x)

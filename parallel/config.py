@@ -58,6 +58,8 @@ class ParallelismConfig:
 
     tp: int = 1
     sequence_parallel: bool = False
+    async_tp: bool = False
+    """Products of matrices overlap with the transfers that sequence parallelism needs: GPUs of one node."""
     pp: int = 1
     pp_schedule: PipelineSchedule = PipelineSchedule["1f1b"]
     pp_schedule_file: str = ""

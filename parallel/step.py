@@ -103,7 +103,7 @@ def parallelize(decoder: Decoder, config: Config, layout: Layout, mesh: DeviceMe
     model = ParallelModel(decoder, config, layout, mesh)
     decoder.to(DTYPES[precision.master])
     if layout.tp > 1:
-        model.partial = split_tensors(decoder, mesh["tp"], parallelism.sequence_parallel, parallelism.loss_parallel)
+        model.partial = split_tensors(decoder, mesh["tp"], parallelism)
     apply_recompute(decoder, parallelism.recompute, keep_attention=ring_and_ulysses(parallelism)[0] == 1)
     parts = build_parts(decoder, parallelism, mesh.get_local_rank("pp"))
     for part in parts.values():

@@ -6,6 +6,7 @@ the local blocks, so that every collective is one that stands here. Per layer th
 backward of (batch, seq, hidden), or with sequence parallelism as many pairs of all-gather and reduce-scatter.
 """
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,20 +20,25 @@ from models.attention import Attention
 from models.decoder import Decoder, DecoderLayer, OutputLayer
 from models.feed_forward import FeedForward
 from models.norm import RMSNorm, rms_norm
+from parallel.async_tensor import gather_matmul, matmul_scatter, open_symmetric_memory
 from parallel.collectives import all_reduce, enter_tensor_parallel, leave_tensor_parallel
+from parallel.config import ParallelismConfig
 from parallel.layout import piece
 from parallel.loss import GatheredVocabulary, VocabularyShard
 from parallel.sharded import local
 
 
-def split_tensors(decoder: Decoder, mesh: DeviceMesh, sequence_parallel: bool, loss_parallel: bool) -> list[str]:
+def split_tensors(decoder: Decoder, mesh: DeviceMesh, parallelism: ParallelismConfig) -> list[str]:
     """Split a decoder on the meta device over the one-dimensional `mesh`.
 
     Returns the names of parameters that every rank holds whole but of whose gradient it has only a part; see
     `sum_partial_gradients`.
     """
-    axis = _Axis(mesh, sequence_parallel)
-    _split_vocabulary(decoder, axis, loss_parallel)
+    sequence_parallel = parallelism.sequence_parallel
+    axis = _Axis(mesh, sequence_parallel, parallelism.async_tp)
+    if parallelism.async_tp:
+        open_symmetric_memory(mesh)
+    _split_vocabulary(decoder, axis, parallelism.loss_parallel)
     for layer in decoder.model.layers.values():
         assert isinstance(layer, DecoderLayer)
         _split_attention(layer.self_attn, axis)
@@ -59,8 +65,8 @@ def sum_partial_gradients(model: nn.Module, names: list[str], group: ProcessGrou
 class _Axis:
     """The tp axis while a decoder is being split over it."""
 
-    def __init__(self, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-        self.mesh, self.sequence = mesh, sequence_parallel
+    def __init__(self, mesh: DeviceMesh, sequence_parallel: bool, asynchronous: bool) -> None:
+        self.mesh, self.sequence, self.asynchronous = mesh, sequence_parallel, asynchronous
         self.group: ProcessGroup = mesh.get_group()
         self.ranks, self.rank = mesh.size(), mesh.get_local_rank()
         self.partial: list[nn.Parameter] = []
@@ -92,6 +98,17 @@ class _Axis:
         """The module's input is taken from all ranks to each rank's own part of the weights."""
         module.register_forward_pre_hook(lambda _, args: (self.enter(args[0]), *args[1:]))
 
+    def enter_columns(self, module: Any, columns: list[nn.Linear]) -> None:
+        """The module's input is taken from all ranks to their own columns, which `module.project` works out."""
+        if self.asynchronous:
+            module.project = partial(_gathered_products, columns, self.group)
+        else:
+            self.enter_before(module)
+
+    def leave_rows(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The ranks' products of their inputs with their columns of a weight, summed."""
+        return matmul_scatter(x, weight, self.group) if self.asynchronous else self.leave(F.linear(x, weight))
+
     def enter(self, x: Tensor) -> Tensor:
         return enter_tensor_parallel(x, self.group, self.sequence)
 
@@ -109,7 +126,7 @@ def _split_rows(linear: nn.Linear, axis: _Axis) -> None:
     """Each rank has its own inputs; the ranks' results are summed, and the bias is added once, afterwards."""
     axis.place(linear, _RowLinear, "weight", Shard(1))
     axis.place(linear, _RowLinear, "bias", Replicate(), partial=axis.sequence)
-    cast(_RowLinear, linear).leave = axis.leave
+    cast(_RowLinear, linear).product = axis.leave_rows
 
 
 def _split_attention(attention: Attention, axis: _Axis) -> None:
@@ -120,21 +137,21 @@ def _split_attention(attention: Attention, axis: _Axis) -> None:
         if heads % axis.ranks == 0:
             _split_columns(linear, axis)
         else:
-            axis.place(linear, _OneHeadLinear, "weight", Replicate(), partial=True)
-            axis.place(linear, _OneHeadLinear, "bias", Replicate(), partial=True)
+            axis.place(linear, _Linear, "weight", Replicate(), partial=True)
+            axis.place(linear, _Linear, "bias", Replicate(), partial=True)
             first = axis.rank * heads // axis.ranks * attention.head_dim
-            cast(_OneHeadLinear, linear).rows = slice(first, first + attention.head_dim)
+            cast(_Linear, linear).rows = slice(first, first + attention.head_dim)
     _split_rows(attention.o_proj, axis)
     axis.hold_whole(attention.q_norm, partial=True)
     axis.hold_whole(attention.k_norm, partial=True)
-    axis.enter_before(attention)
+    axis.enter_columns(attention, [attention.q_proj, attention.k_proj, attention.v_proj])
 
 
 def _split_feed_forward(feed_forward: FeedForward, axis: _Axis) -> None:
     _split_columns(feed_forward.gate_proj, axis)
     _split_columns(feed_forward.up_proj, axis)
     _split_rows(feed_forward.down_proj, axis)
-    axis.enter_before(feed_forward)
+    axis.enter_columns(feed_forward, [feed_forward.gate_proj, feed_forward.up_proj])
 
 
 def _split_vocabulary(decoder: Decoder, axis: _Axis, loss_parallel: bool) -> None:
@@ -156,27 +173,26 @@ def _split_vocabulary(decoder: Decoder, axis: _Axis, loss_parallel: bool) -> Non
 
 
 class _Linear(nn.Linear):
+    rows: slice | None = None
+    """Of a weight that is held whole: the rows that this rank uses, those of one key or value head."""
+
+    def blocks(self) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias that this rank works with."""
+        weight, bias = local(self.weight), _local_bias(self)
+        if self.rows is None:
+            return weight, bias
+        return weight[self.rows], None if bias is None else bias[self.rows]
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, local(self.weight), _local_bias(self))
+        return F.linear(x, *self.blocks())
 
 
 class _RowLinear(nn.Linear):
-    leave: Any
+    product: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.leave(F.linear(x, local(self.weight)))
-        bias = _local_bias(self)
+        y, bias = self.product(x, local(self.weight)), _local_bias(self)
         return y if bias is None else y + bias
-
-
-class _OneHeadLinear(nn.Linear):
-    """A key or value projection held whole, of which this rank uses the rows of one head."""
-
-    rows: slice
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = _local_bias(self)
-        return F.linear(x, local(self.weight)[self.rows], None if bias is None else bias[self.rows])
 
 
 class _Norm(RMSNorm):
@@ -206,3 +222,10 @@ class _Embedding(nn.Embedding):
 
 def _local_bias(linear: nn.Linear) -> Tensor | None:
     return None if linear.bias is None else local(linear.bias)
+
+
+def _gathered_products(columns: list[nn.Linear], group: ProcessGroup, x: Tensor) -> list[Tensor]:
+    """The columns' outputs for the whole sequence, gathered while they are worked out."""
+    blocks = [cast(_Linear, linear).blocks() for linear in columns]
+    products = gather_matmul(x, [weight for weight, _ in blocks], group)
+    return [y if bias is None else y + bias for y, (_, bias) in zip(products, blocks, strict=True)]

@@ -102,7 +102,7 @@ def batch_arithmetic(config: Config, layout: Layout) -> Iterator[str]:
 def _tensor_parallel(config: Config, layout: Layout) -> Iterator[str]:
     parallelism, model, tp = config.parallelism, config.model, layout.tp
     if tp == 1:
-        for key in ("sequence_parallel", "loss_parallel"):
+        for key in ("sequence_parallel", "loss_parallel", "async_tp"):
             if getattr(parallelism, key):
                 yield f"parallelism.{key}=true needs parallelism.tp above 1. Write parallelism.{key}=false."
         return

@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -110,7 +109,9 @@ def whole_gradients_are_summed_as_if_partial() -> Iterator[None]:
 @fault
 def every_rank_adds_the_row_bias() -> Iterator[None]:
     def forward(self: Any, x: Tensor) -> Tensor:
-        return self.leave(F.linear(x, sharded.local(self.weight), tensor._local_bias(self)))
+        bias = tensor._local_bias(self)
+        y = self.product(x, sharded.local(self.weight))
+        return y if bias is None else y + bias * self.product.__self__.ranks
 
     with patch.object(tensor._RowLinear, "forward", forward):
         yield
@@ -118,13 +119,14 @@ def every_rank_adds_the_row_bias() -> Iterator[None]:
 
 @fault
 def all_ranks_use_the_first_key_value_head() -> Iterator[None]:
-    right = tensor._OneHeadLinear.forward
+    right = tensor._Linear.blocks
 
-    def forward(self: Any, x: Tensor) -> Tensor:
-        self.rows = slice(0, self.rows.stop - self.rows.start)
-        return right(self, x)
+    def blocks(self: Any) -> Any:
+        if self.rows is not None:
+            self.rows = slice(0, self.rows.stop - self.rows.start)
+        return right(self)
 
-    with patch.object(tensor._OneHeadLinear, "forward", forward):
+    with patch.object(tensor._Linear, "blocks", blocks):
         yield
 
 

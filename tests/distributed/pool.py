@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 RECYCLE_AFTER = 100
 """Cases after which the workers are replaced: process groups of a DeviceMesh keep their threads for good."""
 

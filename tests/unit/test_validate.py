@@ -128,6 +128,24 @@ PIPELINES = [
 ]
 
 
+ASYNC = [
+    (("tp=1",), "async_tp=true needs parallelism.tp above 1"),
+    (("tp=2",), "Write parallelism.sequence_parallel=true, or async_tp=false"),
+    (("tp=2", "sequence_parallel=true"), "works in the memory of GPUs; cluster.device=cpu"),
+]
+
+
+@pytest.mark.parametrize(("split", "words"), ASYNC, ids=[words for _, words in ASYNC])
+def test_given_asynchronous_tp_without_what_it_needs_when_validated_then_that_is_demanded(
+    split: tuple[str, ...], words: str
+) -> None:
+    keys = [f"parallelism.{key}" for key in (*split, "async_tp=true")]
+    device = "cpu" if "sequence_parallel=true" in split else "h100"
+    errors = _errors(*keys, f"cluster.device={device}", world=int(split[0][-1]))
+    assert len(errors) == 1, errors
+    assert words in errors[0]
+
+
 @pytest.mark.parametrize(("world", "pp", "other", "words"), PIPELINES, ids=[f"{c[1]} {c[2]}" for c in PIPELINES])
 def test_given_a_faulty_pipeline_when_validated_then_the_fault_is_named(
     world: int, pp: str, other: str, words: str
