@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import InferenceMode
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -117,20 +118,26 @@ class MemoryLedger(TorchDispatchMode):
         self._decoder = decoder
         self._hooked: set[int] = set()
         self._in_loss = False
+        self._shadow = False
+        """Whether DTensor is asking what shape the whole of a result would have: nothing that a rank holds."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its own dispatch comes back here with the local tensors
         result = function(*args, **(kwargs or {}))
+        if self._shadow:
+            return result
         name = function.name()
         if name == "fsdp::split_with_sizes_copy":
             self._mark(kwargs["out"], "gathered")
         elif name == "fsdp::chunk_cat":
             self._mark(kwargs["out"], "communication")
-        kind = {"fsdp::all_gather_copy_in": "communication", "c10d::_reduce_scatter_base_": "gradients"}.get(name)
-        if name == "c10d::_reduce_scatter_base_":
+        elif name == "fsdp::all_gather_copy_in":
+            self._mark(args[1], "communication")
+        kind = None
+        if name == "c10d::_reduce_scatter_base_" and args[0].dim() == 1:  # FSDP2's buffers are flat
             self._mark(args[0], "gradients")
-        if kind is None and name in ("aten::_to_copy", "aten::add.Tensor") and self._kind(args[0]) == "gradients":
+        if name in ("aten::_to_copy", "aten::add.Tensor") and self._kind(args[0]) == "gradients":
             kind = "gradients"
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -173,7 +180,7 @@ class MemoryLedger(TorchDispatchMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Follow what happens inside: also the storages that FSDP2 empties and fills, and gradients."""
-        resize = torch.UntypedStorage.resize_
+        resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resized(storage: Any, size: int) -> Any:
             result = resize(storage, size)
@@ -181,24 +188,38 @@ class MemoryLedger(TorchDispatchMode):
                 entry.resize(size)
             return result
 
+        def propagated(*args: Any) -> Any:
+            self._shadow = True
+            try:
+                return propagate(*args)
+            finally:
+                self._shadow = False
+
         hooks = [
             nn.modules.module.register_module_forward_pre_hook(self._before),
             nn.modules.module.register_module_forward_hook(self._after),
         ]
-        with patch.object(torch.UntypedStorage, "resize_", resized), self:
+        with (
+            patch.object(torch.UntypedStorage, "resize_", resized),
+            patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagated),
+            self,
+        ):
             yield
         for hook in hooks:
             hook.remove()
 
     def _before(self, module: nn.Module, _: Any) -> None:
         self._in_loss |= module is getattr(self._decoder, "lm_head", None)
+
+    def _after(self, module: nn.Module, *_: Any) -> None:
+        """Only now are a module's parameters those that FSDP2 has gathered, whose gradients will be the whole ones."""
+        self._in_loss &= module is not getattr(self._decoder, "lm_head", None)
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
                 parameter.register_post_accumulate_grad_hook(lambda p: self._mark(local(p.grad), "gradients"))
-
-    def _after(self, module: nn.Module, *_: Any) -> None:
-        self._in_loss &= module is not getattr(self._decoder, "lm_head", None)
+                if self._kind(local(parameter)) == "activations":
+                    self._mark(local(parameter), "gathered")
 
 
 class _Entry:
