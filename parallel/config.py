@@ -119,6 +119,8 @@ class ClusterConfig:
     nodes: int = 1
     devices_per_node: int | None = None
     """None: every GPU that is seen, or one process on a CPU."""
+    network_gb_per_s: float | None = None
+    """Between nodes, what one device can send in a second, in gigabytes (10^9 bytes); for `plan`. None: not known."""
     threads: int | None = None
     """CPU threads per process; None leaves torch's choice."""
 
