@@ -157,9 +157,8 @@ class _Rank:
         self.whole = {stage: self._stage_elements(stage) for stage in self.stages}
         self.kept = {stage: self._stage_kept(stage) for stage in self.stages}
         self.actions = order(parallelism, self.microbatches)[place["pp"]] if self.pipeline else self._plain()
-        buffers = sum((stage > 0) + (stage < self.last_stage) for stage in self.stages) * self.pipeline
-        self.buffers = (self.microbatches * buffers + self.pipeline) * self.size.stream
-        """What a pipeline receives, for every microbatch of its own."""
+        self.buffers = 2 * self.size.stream * self.pipeline
+        """What a pipeline has sent last, and receives next."""
 
     def _plain(self) -> list[Action]:
         return [Action(kind, 0, number) for number in range(min(self.microbatches, 2)) for kind in (FORWARD, BACKWARD)]
@@ -178,9 +177,10 @@ class _Rank:
     def _stage_kept(self, stage: int) -> int:
         layers = sum(layer_activations(self.config, self.layout, layer).kept for layer in self.split[stage])
         loss = loss_activations(self.config, self.layout).kept if stage == self.last_stage else 0
-        # Schedules of several stages a rank keep what a stage has sent.
-        sent = self.size.stream if len(self.stages) > 1 and stage != self.last_stage else 0
-        return layers + loss + sent + shared_kept(self.config, self.size)
+        # A stage's input is kept; schedules of several stages a rank also keep what a stage has sent.
+        received = self.size.stream * (stage > 0)
+        sent = self.size.stream * (len(self.stages) > 1 and stage != self.last_stage)
+        return layers + loss + received + sent + shared_kept(self.config, self.size)
 
     def _pending(self, stage: int) -> int:
         """Between the halves of a split backward pass: gradients that the weights' half starts from."""
