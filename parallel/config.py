@@ -21,6 +21,8 @@ class RecipeConfig:
     """What the recipe is meant for, in words."""
     status: str = ""
     """What was run where, in words."""
+    devices: int | None = None
+    """How many devices it is meant for; None: any number."""
 
 
 PipelineSchedule = StrEnum(

@@ -13,7 +13,8 @@ from omegaconf import DictConfig
 from models.errors import ConfigError
 from parallel.config import Config
 from parallel.layout import AXES, Layout, resolve, world_size
-from parallel.plan.validate import refuse, validate
+from parallel.plan.problems import refuse
+from parallel.plan.validate import validate
 from recipes import safety
 from recipes.command import command
 from recipes.schema import to_config

@@ -171,7 +171,7 @@ class LossActivations:
 
 def loss_activations(config: Config, layout: Layout) -> LossActivations:
     """The end of the last stage."""
-    model, size = config.model, sizes(config, layout)
+    size = sizes(config, layout)
     c, accumulate = size.compute, size.precise
     weight = size.vocabulary * size.hidden
     columns = size.vocabulary

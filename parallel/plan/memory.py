@@ -9,13 +9,14 @@ hold every number against a dry run. Bytes everywhere.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from models.config import ModelConfig
 from models.counts import end_shapes, layer_shapes
-from parallel.config import AdamWConfig, Config, FloatType, MuonConfig, SGDConfig
+from parallel.config import AdamWConfig, Config, MuonConfig, ParallelismConfig, SGDConfig
 from parallel.layout import Layout, piece
+from parallel.order import order
 from parallel.plan.activations import layer_activations, loss_activations, shared_kept, sizes
-from parallel.plan.timeline import order
 from parallel.plan.traffic import BYTES, split_dim
 from parallel.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from parallel.stages import split_layers, splits_backward, stages_of
@@ -95,13 +96,11 @@ def block_shape(name: str, shape: tuple[int, ...], config: Config, layout: Layou
 def held_parameters(config: Config, layout: Layout, place: dict[str, int]) -> dict[str, int]:
     """Elements of every parameter that the rank at `place` holds, layers under the name of each layer."""
     found = {}
-    named = [(layer, shapes) for layer, shapes in zip(rank_layers(config, place["pp"]), groups(config, place["pp"]))]
-    for layer, shapes in named:
+    layers, shapes_of = rank_layers(config, place["pp"]), groups(config, place["pp"])
+    prefixes = [f"model.layers.{layer}." for layer in layers] + [""] * (len(shapes_of) - len(layers))
+    for prefix, shapes in zip(prefixes, shapes_of, strict=True):
         for name, shape in shapes.items():
-            found[f"model.layers.{layer}.{name}"] = math.prod(block_shape(name, shape, config, layout, place))
-    for shapes in groups(config, place["pp"])[len(named) :]:
-        for name, shape in shapes.items():
-            found[name] = math.prod(block_shape(name, shape, config, layout, place))
+            found[prefix + name] = math.prod(block_shape(name, shape, config, layout, place))
     return found
 
 
@@ -130,6 +129,21 @@ def moments(config: Config, layout: Layout, place: dict[str, int]) -> Iterator[M
     yield rank.clipping()
 
 
+@cache
+def _ordered(key: str, count: int) -> list[list[Action]]:
+    return order(_ASKED[key], count)
+
+
+_ASKED: dict[str, ParallelismConfig] = {}
+
+
+def order_of(parallelism: ParallelismConfig, count: int) -> list[list[Action]]:
+    """`order`, remembered: a search asks for the same schedules over and over."""
+    key = f"{parallelism.pp_schedule} {parallelism.pp} {parallelism.virtual_stages} {parallelism.pp_schedule_file}"
+    _ASKED[key] = parallelism
+    return _ordered(key, count)
+
+
 class _Rank:
     """One rank's sizes, and what it holds at each moment."""
 
@@ -140,9 +154,7 @@ class _Rank:
         )
         held = held_parameters(config, layout, place)
         self.largest, self.elements = max(held.values()), sum(held.values())
-        self.base = Memory(
-            "", self.elements * self.master, optimizer=optimizer_elements(config, held) * self.master
-        )
+        self.base = Memory("", self.elements * self.master, optimizer=optimizer_elements(config, held) * self.master)
         self.size, self.shards = sizes(config, layout), shards(config, layout)
         self.split, self.stages = split_layers(config.model, parallelism), stages_of(place["pp"], parallelism)
         self.last_stage = len(self.split) - 1
@@ -156,9 +168,16 @@ class _Rank:
         self.layer = self._padded(layer_shapes(config.model))
         self.whole = {stage: self._stage_elements(stage) for stage in self.stages}
         self.kept = {stage: self._stage_kept(stage) for stage in self.stages}
-        self.actions = order(parallelism, self.microbatches)[place["pp"]] if self.pipeline else self._plain()
+        self.actions = self._order()[place["pp"]] if self.pipeline else self._plain()
         self.buffers = 2 * self.size.stream * self.pipeline
         """What a pipeline has sent last, and receives next."""
+
+    def _order(self) -> list[list[Action]]:
+        """The schedule, of as many microbatches as show its peak: but for gpipe, a steady state holds no more."""
+        parallelism, count = self.config.parallelism, self.microbatches
+        if parallelism.pp_schedule not in ("gpipe", "csv") and count % parallelism.pp == 0:
+            count = min(count, 4 * parallelism.pp)
+        return order_of(parallelism, count)
 
     def _plain(self) -> list[Action]:
         return [Action(kind, 0, number) for number in range(min(self.microbatches, 2)) for kind in (FORWARD, BACKWARD)]
@@ -231,7 +250,9 @@ class _Rank:
         layers = [layer_activations(self.config, self.layout, layer) for layer in self.split[stage]]
         now, last = self._standing(held, finished), stage == self.last_stage
         # The gradient of the down projection stands when those of the block's activations do.
-        block = _padded("mlp.down_proj.weight", layer_shapes(self.config.model)["mlp.down_proj.weight"], self.config, self.layout, 1)
+        block = _padded(
+            "mlp.down_proj.weight", layer_shapes(self.config.model)["mlp.down_proj.weight"], self.config, self.layout, 1
+        )
         now = replace(now, gradients=now.gradients + block * self.compute * self.fsdp)
         if self.fsdp and not self.once:
             now = replace(now, gathered=self.layer * self.compute, communication=self.layer * self.compute)
@@ -251,7 +272,10 @@ class _Rank:
             if reduces:
                 yield replace(now, communication=now.communication + self.layer * self.reduce)
             elif not finished:
-                yield replace(now, gradients=now.gradients + self.layer * (self.reduce if self.microbatches > 1 else self.compute))
+                yield replace(
+                    now, gradients=now.gradients + self.layer * (self.reduce if self.microbatches > 1 else self.compute)
+                )
+
     def clipping(self) -> Memory:
         """All gradients are there, and the square of the largest."""
         square = self.largest * max(self.master, 4)

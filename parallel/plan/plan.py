@@ -1,24 +1,22 @@
-"""Everything that can be said of a run before it starts, as plain numbers: the one source of text, JSON and pictures."""
+"""Everything that can be said of a run before it starts, as plain numbers: the one source of text, JSON and "
+"pictures."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from models.counts import parameter_count, training_flops_per_token
-from models.errors import ConfigError
 from parallel.config import RECOMPUTE_MODES, Config, FloatType, SyntheticData
 from parallel.devices import DEVICES
 from parallel.layout import AXES, Layout, resolve
-from parallel.plan.memory import KINDS, Memory, peak, rank_layers
+from parallel.plan.memory import KINDS, Memory, rank_layers
 from parallel.plan.network import link_bytes_per_s, nodes_spanned
+from parallel.plan.problems import Problem, refuse
+from parallel.plan.rules.fit import RESERVED_BYTES, SLACK, needed, stage_memory
 from parallel.plan.timeline import Span, bubble, expected_of, microbatch_count
 from parallel.plan.traffic import Traffic, traffic
-from parallel.plan.validate import Problem, Severity, validate
+from parallel.plan.validate import validate
 from parallel.stages import split_layers, stages_of
 
-RESERVED_BYTES = 1536 << 20
-"""Assumed: CUDA context, kernels, cuBLAS workspaces and NCCL's own buffers, which no tensor accounts for."""
-SLACK = 0.05
-"""Assumed: what the caching allocator holds beyond what is in use at the peak."""
 MICROBATCHES_SIMULATED = 256
 """A pipeline of more microbatches than this is simulated with fewer: what idles at both ends is the same."""
 
@@ -75,9 +73,7 @@ class Plan:
 def make_plan(config: Config, world: int, mfu: float = 0.4) -> Plan:
     """The plan of a config in a world of so many ranks. Raises ConfigError where it is refused."""
     problems = validate(config, world)
-    errors = [problem.message for problem in problems if problem.severity == Severity.error]
-    if errors:
-        raise ConfigError("\n".join(errors))
+    refuse(problems)
     layout = resolve(config.parallelism, world, config.cluster.nodes)
     causal, full = (training_flops_per_token(config.model, config.data.seq_len, causal) for causal in (True, False))
     device = DEVICES.get(config.cluster.device)
@@ -119,16 +115,6 @@ def timeline(config: Config, layout: Layout) -> list[Span]:
         data = replace(config.data, global_batch=least * config.data.micro_batch * layout.dp)
         return expected_of(replace(config, data=data), layout)
     return expected_of(config, layout)
-
-
-def needed(memory: Memory) -> int:
-    """Bytes of a device that a peak asks for."""
-    return int(memory.total * (1 + SLACK)) + RESERVED_BYTES
-
-
-def stage_memory(config: Config, layout: Layout, pp_rank: int) -> Memory:
-    """The peak of a pipeline rank; ranks at 0 along the other axes hold the largest shards."""
-    return peak(config, layout, dict.fromkeys(AXES, 0) | {"pp": pp_rank})
 
 
 def stage_of(config: Config, layout: Layout, pp_rank: int) -> Stage:
