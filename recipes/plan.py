@@ -46,8 +46,8 @@ def plan(composed: DictConfig) -> None:
     made = make_plan(config, world_size(config.cluster, config.parallelism, 0), settings.mfu)
     print(text(made))
     if settings.out is not None:
+        from recipes.plain import write_whole
         from recipes.plan_page import page
-        from recipes.run_directory import write_whole
 
         folder = Path(settings.out)
         folder.mkdir(parents=True, exist_ok=True)

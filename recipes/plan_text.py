@@ -50,7 +50,7 @@ def _ranks(plan: Plan) -> Iterator[str]:
         first = stage.pp_rank * each
         nodes = sorted({rank // plan.devices_per_node for rank in (first, first + each - 1)})
         where = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {nodes[0]} to {nodes[-1]}"
-        held = _ranges(stage.layers)
+        held = ranges(stage.layers)
         ends = ["embedding"] * (0 in stage.stages) + ["output layer"] * (
             len(plan.stages) * 1 > 0 and _is_last(plan, stage)
         )
@@ -114,8 +114,8 @@ def _is_last(plan: Plan, stage: Stage) -> bool:
     return plan.config.model.num_hidden_layers - 1 in stage.layers
 
 
-def _ranges(numbers: list[int]) -> str:
-    """0-9, 40-49."""
+def ranges(numbers: list[int]) -> str:
+    """Layers in runs: 0-9, 40-49."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -17,9 +17,6 @@ from parallel.plan.traffic import Traffic, traffic
 from parallel.plan.validate import validate
 from parallel.stages import split_layers, stages_of
 
-MICROBATCHES_SIMULATED = 256
-"""A pipeline of more microbatches than this is simulated with fewer: what idles at both ends is the same."""
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -58,6 +55,8 @@ class Plan:
     stages: list[Stage]
     bubble: float
     spans: list[Span]
+    """The simulated pipeline, of so many microbatches:"""
+    microbatches_drawn: int
     device_hours: float | None
     """For the whole schedule, at the assumed share of the device's peak."""
     mfu: float
@@ -78,7 +77,7 @@ def make_plan(config: Config, world: int, mfu: float = 0.4) -> Plan:
     causal, full = (training_flops_per_token(config.model, config.data.seq_len, causal) for causal in (True, False))
     device = DEVICES.get(config.cluster.device)
     tokens = config.data.global_batch * config.data.seq_len
-    spans = timeline(config, layout)
+    spans, drawn, idle = timeline(config, layout)
     hours = None
     if device is not None:
         rate = device.bf16_flops if config.precision.compute == FloatType.bfloat16 else device.fp32_flops
@@ -98,23 +97,44 @@ def make_plan(config: Config, world: int, mfu: float = 0.4) -> Plan:
         flops_per_token_full=full,
         device_memory=None if device is None else device.memory_bytes,
         stages=[stage_of(config, layout, pp_rank) for pp_rank in range(layout.pp)],
-        bubble=bubble(spans, layout.pp) if spans else 0.0,
+        bubble=idle,
         spans=spans,
+        microbatches_drawn=drawn,
         device_hours=hours,
         mfu=mfu,
     )
 
 
-def timeline(config: Config, layout: Layout) -> list[Span]:
-    """The simulated pipeline of a step, in units of a layer's forward pass; empty without a pipeline."""
-    if layout.pp == 1:
-        return []
-    count = microbatch_count(config, layout)
-    if count > MICROBATCHES_SIMULATED and config.parallelism.pp_schedule != "csv":
-        least = MICROBATCHES_SIMULATED // layout.pp * layout.pp
-        data = replace(config.data, global_batch=least * config.data.micro_batch * layout.dp)
-        return expected_of(replace(config, data=data), layout)
-    return expected_of(config, layout)
+def timeline(config: Config, layout: Layout) -> tuple[list[Span], int, float]:
+    """The simulated pipeline of a step in units of cost, the microbatches in it, and the step's bubble.
+
+    Once a pipeline is full every microbatch more takes the same time: a long step is worked out from two short ones, of
+    which the shorter is returned as a picture of it.
+    """
+    count, pp = microbatch_count(config, layout), layout.pp
+    if pp == 1:
+        return [], count, 0.0
+    if count <= 8 * pp or config.parallelism.pp_schedule == "csv":
+        spans = expected_of(config, layout)
+        return spans, count, bubble(spans, pp)
+    short, longer = (_simulated(config, layout, rounds * pp) for rounds in (4, 8))
+    ends, works = ([f(spans) for spans in (short, longer)] for f in (_end, _work))
+    more = (count - 4 * pp) / (4 * pp)
+    end, work = (pair[0] + more * (pair[1] - pair[0]) for pair in (ends, works))
+    return short, 4 * pp, 1.0 - work / (pp * end)
+
+
+def _simulated(config: Config, layout: Layout, count: int) -> list[Span]:
+    data = replace(config.data, global_batch=count * config.data.micro_batch * layout.dp)
+    return expected_of(replace(config, data=data), layout)
+
+
+def _end(spans: list[Span]) -> float:
+    return max(span.end for span in spans)
+
+
+def _work(spans: list[Span]) -> float:
+    return sum(span.end - span.start for span in spans)
 
 
 def stage_of(config: Config, layout: Layout, pp_rank: int) -> Stage:

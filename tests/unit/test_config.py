@@ -10,13 +10,17 @@ from parallel.config import Config, FilesData, PipelineSchedule, StdlibData, Syn
 from parallel.plan.problems import Severity
 from parallel.plan.validate import validate
 from recipes.command import CONF, explain
-from recipes.run_directory import plain
+from recipes.plain import plain
 from recipes.schema import read_config, to_config
 from tests.small import composed, config, options
 
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")
 OPTIONS = [f"{group}={option}" for group in GROUPS for option in options(group)]
-LEGAL = {"scheduler=wsd": ["trainer.max_steps=200"], "data=hub": ["data.dataset=owner/name"], "data=files": ["data.paths=[x.txt]"]}
+LEGAL = {
+    "scheduler=wsd": ["trainer.max_steps=200"],
+    "data=hub": ["data.dataset=owner/name"],
+    "data=files": ["data.paths=[x.txt]"],
+}
 
 
 def test_given_the_tree_when_listed_then_the_groups_of_the_design_are_there() -> None:

@@ -118,7 +118,12 @@ PIPELINES = [
     (4, "pp=4", "virtual_stages=2", "virtual_stages=2: pp_schedule=1f1b has one stage per rank.*interleaved_1f1b"),
     (4, "pp=4", "pp_schedule=dualpipe_v", "virtual_stages=1: pp_schedule=dualpipe_v has two stages per rank"),
     (4, "pp=4", "pp_schedule=interleaved_1f1b", "virtual_stages=1: pp_schedule=interleaved_1f1b interleaves several"),
-    (8, "pp=8", "pp_schedule=gpipe", "pp=8 * virtual_stages=1 = 8 stages, but model.num_hidden_layers=4.*Write parallelism.pp=4"),
+    (
+        8,
+        "pp=8",
+        "pp_schedule=gpipe",
+        "pp=8 * virtual_stages=1 = 8 stages, but model.num_hidden_layers=4.*Write parallelism.pp=4",
+    ),
     (2, "pp=2", "pp_split=[3,2]", "pp_split=[3, 2] must name 2 stages.*4 layers in all.*names 2 of 5"),
     (2, "pp=2", "pp_split=fair", "pp_split=fair is none of balanced, even, or a list"),
     (1, "pp=1", "virtual_stages=2", "virtual_stages=2 needs parallelism.pp above 1"),
