@@ -85,6 +85,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 hidden_grad[start : start + chunk] = logits_grad @ weight
             if weight_grad is not None:
                 weight_grad += logits_grad.T @ part
+            del logits, probabilities, logits_grad  # or they would stand beside those of the next chunk
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.weight_dtype = weight.dtype
         return loss

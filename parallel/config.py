@@ -21,6 +21,8 @@ class RecipeConfig:
     """What the recipe is meant for, in words."""
     status: str = ""
     """What was run where, in words."""
+    devices: int | None = None
+    """How many devices it is meant for; None: any number."""
 
 
 PipelineSchedule = StrEnum(
@@ -121,6 +123,8 @@ class ClusterConfig:
     nodes: int = 1
     devices_per_node: int | None = None
     """None: every GPU that is seen, or one process on a CPU."""
+    network_gb_per_s: float | None = None
+    """Between nodes, what one device can send in a second, in gigabytes (10^9 bytes); for `plan`. None: not known."""
     threads: int | None = None
     """CPU threads per process; None leaves torch's choice."""
 

@@ -11,22 +11,27 @@ class Device:
     memory_bytes: int
     bf16_flops: float
     fp32_flops: float
+    link_bytes_per_s: float
+    """What it can send to the others of its node at once, in one direction."""
 
 
 _GIB = 1 << 30
 
 DEVICES = {
-    # NVIDIA A100 datasheet: 312 TFLOP/s bfloat16, 19.5 TFLOP/s float32.
-    "a100_40g": Device("a100_40g", 40 * _GIB, 312e12, 19.5e12),
-    "a100_80g": Device("a100_80g", 80 * _GIB, 312e12, 19.5e12),
-    # NVIDIA H100 datasheet (SXM): 989 TFLOP/s bfloat16, 67 TFLOP/s float32.
-    "h100": Device("h100", 80 * _GIB, 989e12, 67e12),
+    # NVIDIA A100 datasheet: 312 TFLOP/s bfloat16, 19.5 TFLOP/s float32; NVLink 600 GB/s both ways together, PCIe 4.0
+    # x16 64 GB/s both ways together.
+    "a100_40g": Device("a100_40g", 40 * _GIB, 312e12, 19.5e12, 300e9),
+    "a100_80g": Device("a100_80g", 80 * _GIB, 312e12, 19.5e12, 300e9),
+    "a100_pcie": Device("a100_pcie", 80 * _GIB, 312e12, 19.5e12, 32e9),
+    # NVIDIA H100 datasheet (SXM): 989 TFLOP/s bfloat16, 67 TFLOP/s float32; NVLink 900 GB/s both ways together.
+    "h100": Device("h100", 80 * _GIB, 989e12, 67e12, 450e9),
     # NVIDIA H200 datasheet (SXM): the H100's chip with 141 GB.
-    "h200": Device("h200", 141_000_000_000, 989e12, 67e12),
+    "h200": Device("h200", 141_000_000_000, 989e12, 67e12, 450e9),
 }
 
 _BY_PRODUCT = {
     "A100-SXM4-80GB": "a100_80g",
+    "A100 80GB PCIe": "a100_pcie",
     "A100 80GB": "a100_80g",
     "A100": "a100_40g",
     "H200": "h200",

@@ -4,6 +4,7 @@ GPipe (Huang et al., 2019, arXiv:1811.06965), 1F1B (Narayanan et al., 2019, Pipe
 al., 2021, arXiv:2104.04473), zero bubble and ZBV (Qi et al., 2024, arXiv:2401.10241), DualPipeV (DeepSeek-AI, 2025).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,9 @@ def order(parallelism: ParallelismConfig, microbatches: int) -> list[list[Action
         return [plain(rank, pp, microbatches) for rank in range(pp)]
     if schedule == "csv":
         return read_csv(parallelism.pp_schedule_file)
-    # torch is imported here only: what has no pipeline, or a plain one, is planned without it.
+    if schedule == "interleaved_1f1b":
+        return [_interleaved(rank, pp, parallelism.virtual_stages, microbatches) for rank in range(pp)]
+    # torch is imported here only: what has no pipeline, or another schedule, is planned without it.
     from torch import nn
     from torch.distributed.pipelining import schedules
 
@@ -70,4 +73,25 @@ def _one_f_one_b(rank: int, pp: int, microbatches: int) -> list[Action]:
         actions.append(Action(BACKWARD, rank, microbatch))
         if warmup + microbatch < microbatches:
             actions.append(Action(FORWARD, rank, warmup + microbatch))
+    return actions
+
+
+def _interleaved(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
+    """Narayanan et al., 2021, figure 4, in rounds of microbatches as torch deals them out."""
+    per_round = microbatches // max(microbatches // pp, 1)
+    total = virtual * microbatches
+    warmup = min((virtual - 1) * per_round + 2 * (pp - 1 - rank), total)
+    seen: Counter[tuple[str, int]] = Counter()
+
+    def action(kind: str, number: int) -> Action:
+        turn = number // per_round % virtual
+        stage = (turn if kind == FORWARD else virtual - 1 - turn) * pp + rank
+        seen[kind, stage] += 1
+        return Action(kind, stage, seen[kind, stage] - 1)
+
+    actions = [action(FORWARD, number) for number in range(warmup)]
+    for number in range(total):
+        if warmup + number < total:
+            actions.append(action(FORWARD, warmup + number))
+        actions.append(action(BACKWARD, number))
     return actions

@@ -206,11 +206,46 @@ class _Stage(PipelineStage):
         if splits_backward(self.pipeline.config.parallelism):
             super().perform_reduce_grad(grad_scale_factor)
 
+    # torch makes a buffer for every microbatch of a step and keeps them all: with many microbatches that is more than
+    # the activations. Here one is made when its message is asked for, and let go when it has been taken.
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(num_microbatches, has_backward)
+        for infos in self.args_recv_info.values():
+            _let_go(infos)
+
+    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
+        infos = super()._create_grad_recv_info(act_send_info)
+        _let_go(infos)
+        return infos
+
+    def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[dist.P2POp]:
+        for info in recv_infos:
+            if not info.is_root_arg:
+                meta = info.tensor_meta
+                info.buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+        return super()._get_recv_ops(recv_infos)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Any, ...]:
+        activations = super()._retrieve_recv_activations(fwd_chunk_id)
+        _let_go(self.args_recv_info[fwd_chunk_id])
+        return activations
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Any, ...]:
+        gradients = super()._retrieve_recv_grads(bwd_chunk_id)
+        _let_go(self.grad_recv_info[bwd_chunk_id])
+        return gradients
+
     def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
         # All shapes are given, so the vote on whether they are can have one result only; the messages stay, since they
         # open NCCL's connections in a safe order. On a fake group, where nothing arrives, the vote would be lost.
         super()._warmup_backward_result(received_result)
         return torch.ones(1, dtype=torch.int32, device=self.device)
+
+
+def _let_go(infos: tuple[Any, ...]) -> None:
+    for info in infos:
+        info.buffer = None
 
 
 def exchange_tied_gradients(decoder: Decoder, pipeline: Pipeline) -> None:

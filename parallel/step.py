@@ -5,11 +5,13 @@ place, summed over microbatches and ranks and divided by the step's valid tokens
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from models.counts import parameter_shapes
@@ -93,10 +95,12 @@ def make_mesh(config: Config, layout: Layout, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(getattr(grid, axis) for axis in AXES), mesh_dim_names=AXES)
 
 
-def parallelize(decoder: Decoder, config: Config, layout: Layout, mesh: DeviceMesh) -> ParallelModel:
+def parallelize(
+    decoder: Decoder, config: Config, layout: Layout, mesh: DeviceMesh, fake: FakeTensorMode | None = None
+) -> ParallelModel:
     """Split this rank's decoder (`build_decoder`, on the meta device), then give it memory and initial values.
 
-    The order of the axes stands here.
+    The order of the axes stands here. Under `fake` (a dry run) there is no memory, and there are no values.
     """
     parallelism, precision = config.parallelism, config.precision
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
@@ -111,9 +115,11 @@ def parallelize(decoder: Decoder, config: Config, layout: Layout, mesh: DeviceMe
             # An axis of one rank would still cost FSDP2 a collective.
             axes = ("dp_replicate", "dp_shard") if mesh.size(AXES.index("dp_replicate")) > 1 else ("dp_shard",)
             shard(part, mesh[axes], parallelism, precision)
-        part.to_empty(device="cpu" if parallelism.offload else device)
+        with fake or nullcontext():
+            part.to_empty(device="cpu" if parallelism.offload else device)
     decoder.tie_weights()
-    initialise(decoder, config.model, config.seed, fill_block)
+    if fake is None:
+        initialise(decoder, config.model, config.seed, fill_block)
     if layout.cp > 1:
         model.context = Context(config, layout, dist.get_rank())
         for part in parts.values():

@@ -20,7 +20,7 @@ from parallel.precision import DTYPES
 from parallel.tensor_file import Entry, write_tensors
 from recipes.data.tokenizer import Tokenizer
 from recipes.metrics import Metrics
-from recipes.run_directory import write_whole
+from recipes.plain import write_whole
 
 log = logging.getLogger("quintet")
 

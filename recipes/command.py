@@ -36,14 +36,20 @@ def new_run_id() -> str:
     return os.environ.get("QUINTET_RUN_ID") or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def command(config_name: str, task: Callable[[DictConfig], None], own_schema: type | None = None) -> None:
+def command(
+    config_name: str,
+    task: Callable[[DictConfig], None],
+    own_schema: type | None = None,
+    extra_schema: type | None = None,
+) -> None:
     """Compose conf/<config_name>.yaml with the command line, run `task` with it, and leave with the exit code.
 
-    `own_schema` is the dataclass of a command that does not take the config of a training run.
+    `own_schema` is the dataclass of a command that does not take the config of a training run, `extra_schema` that of
+    what a command takes beside it.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and leaving with 1 for everything.
     OmegaConf.register_new_resolver("run_id", new_run_id, replace=True, use_cache=True)
-    schema.register()
+    schema.register(extra_schema)
     if own_schema is not None:
         ConfigStore.instance().store(name=f"{config_name}_schema", node=own_schema)
     start_console_log()

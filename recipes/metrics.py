@@ -20,7 +20,7 @@ from parallel.devices import Device
 from parallel.gradients import require_finite
 from parallel.layout import Layout
 from parallel.plan.timeline import expected_bubble
-from recipes.run_directory import write_whole
+from recipes.plain import write_whole
 
 
 class MetricsFile:

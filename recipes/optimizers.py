@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from models.errors import ConfigError
 from parallel.config import AdamWConfig, Config, DecayShape, MuonConfig, OptimizerConfig, ScheduleUnit, SGDConfig
-from parallel.plan.validate import schedule_total
+from parallel.plan.rules.run import schedule_total
 
 _EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
 

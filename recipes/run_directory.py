@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from models.errors import ConfigError, RunError
 from parallel.checkpoint import complete_checkpoints
 from parallel.config import Config, RunConfig
+from recipes.plain import plain, write_whole
 from recipes.schema import read_config
 
 PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "numpy", "datasets", "pyarrow", "tokenizers", "wandb")
@@ -116,33 +117,6 @@ def _comparable(config: Config) -> dict[str, Any]:
     """What makes a run the run it is: not where it lies, nor where prepared data does, nor how it was started."""
     data = replace(config.data, cache_dir="")
     return plain(replace(config, run=RunConfig("", "", ""), ckpt="", data=data))
-
-
-def plain(config: Config) -> dict[str, Any]:
-    """The config as numbers, strings, lists and dicts, enumerations by their value."""
-
-    def simple(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: simple(part) for key, part in value.items()}
-        if isinstance(value, list | tuple):
-            return [simple(part) for part in value]
-        return str(value) if isinstance(value, str) else value
-
-    return simple(asdict(config))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file under another name, sync it, rename it: it is there whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def environment() -> dict[str, Any]:

@@ -77,10 +77,16 @@ def _mutable_type(annotation: Any) -> Any:
     return annotation
 
 
-def register() -> None:
-    """Put every schema into Hydra's ConfigStore. Called once by a command before it composes."""
+def register(extra: type | None = None) -> None:
+    """Put every schema into Hydra's ConfigStore. Called once by a command before it composes.
+
+    `extra` is a dataclass of what a command takes beside the config of a run: its fields stand at the top.
+    """
     store = ConfigStore.instance()
-    store.store(name="schema", node=mutable(groups.Config))
+    root = mutable(groups.Config)
+    if extra is not None:
+        root = dataclasses.make_dataclass(extra.__name__, [], bases=(extra, root))
+    store.store(name="schema", node=root)
     for group, schemas in SCHEMAS.items():
         for name, schema in schemas.items():
             store.store(group=group, name=name, node=mutable(schema))
@@ -137,8 +143,11 @@ def _refuse_strangers(node: Any, path: str) -> None:
 def _freeze(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         values = {item.name: _freeze(getattr(value, item.name)) for item in dataclasses.fields(value)}
-        frozen = getattr(value, "frozen", None)
-        return values if frozen is None else frozen(**values)
+        frozen: Any = getattr(value, "frozen", None)
+        if frozen is None:
+            return values
+        # What a command has beside the config of a run is not part of it.
+        return frozen(**{item.name: values[item.name] for item in dataclasses.fields(frozen)})
     if isinstance(value, dict):
         return {key: _freeze(part) for key, part in value.items()}
     if isinstance(value, list):

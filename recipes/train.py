@@ -1,5 +1,6 @@
 """Train a decoder: `python -m recipes.train [GROUP=OPTION] [KEY=VALUE] ...`."""
 
+import json
 import logging
 import os
 import warnings
@@ -13,9 +14,12 @@ from omegaconf import DictConfig
 from models.errors import ConfigError
 from parallel.config import Config
 from parallel.layout import AXES, Layout, resolve, world_size
-from parallel.plan.validate import refuse, validate
+from parallel.plan.plan import as_json, make_plan
+from parallel.plan.problems import refuse
+from parallel.plan.validate import validate
 from recipes import safety
 from recipes.command import command
+from recipes.plain import write_whole
 from recipes.schema import to_config
 
 if TYPE_CHECKING:
@@ -79,6 +83,8 @@ def train(composed: DictConfig) -> None:
         config = replace(config, run=from_first_rank(config.run))
         run = RunDirectory(Path(config.run.dir), writes=ranks.rank == 0)
         run.create(config, overrides)
+        if run.writes:
+            write_whole(run.path / "plan.json", json.dumps(as_json(make_plan(config, world)), indent=1) + "\n")
         with run.recorded():
             try:
                 run.finish(fit(config, layout, ranks, run, gpus))
@@ -195,7 +201,8 @@ def make_callbacks(config: Config, data: "Data", metrics: "Metrics", run: "RunDi
 def make_loggers(config: Config, run: "RunDirectory") -> "list[Logger]":
     """The loggers of the config's named nodes, told everything that describes the run."""
     from models.counts import parameter_count
-    from recipes.run_directory import environment, plain
+    from recipes.plain import plain
+    from recipes.run_directory import environment
     from recipes.safety import build
 
     described = {

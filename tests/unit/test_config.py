@@ -7,15 +7,20 @@ from omegaconf import OmegaConf
 
 from models.errors import ConfigError
 from parallel.config import Config, FilesData, PipelineSchedule, StdlibData, SyntheticData
-from parallel.plan.validate import Severity, validate
+from parallel.plan.problems import Severity
+from parallel.plan.validate import validate
 from recipes.command import CONF, explain
-from recipes.run_directory import plain
+from recipes.plain import plain
 from recipes.schema import read_config, to_config
 from tests.small import composed, config, options
 
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")
 OPTIONS = [f"{group}={option}" for group in GROUPS for option in options(group)]
-LEGAL = {"scheduler=wsd": ["trainer.max_steps=200"], "data=hub": ["data.dataset=owner/name"]}
+LEGAL = {
+    "scheduler=wsd": ["trainer.max_steps=200"],
+    "data=hub": ["data.dataset=owner/name"],
+    "data=files": ["data.paths=[x.txt]"],
+}
 
 
 def test_given_the_tree_when_listed_then_the_groups_of_the_design_are_there() -> None:
@@ -30,7 +35,7 @@ def test_given_any_option_when_composed_under_the_tiny_recipe_then_it_is_a_confi
     group, _, name = option.partition("=")
     if group in ("model", "precision", "cluster", "data", "optimizer", "recipe"):
         assert getattr(made, group).name == name
-    if group not in ("model", "recipe", "hydra"):  # the presets of models have other sequence lengths and sizes
+    if group not in ("model", "recipe", "hydra", "parallelism"):  # these have other lengths, sizes and worlds
         errors = [problem.message for problem in validate(made, 1) if problem.severity == Severity.error]
         assert errors == []
 

@@ -9,7 +9,8 @@ import pytest
 from models.errors import ConfigError, RunError
 from parallel import checkpoint
 from recipes.metrics import MetricsFile
-from recipes.run_directory import RunDirectory, write_whole
+from recipes.plain import write_whole
+from recipes.run_directory import RunDirectory
 from recipes.schema import read_config
 from tests.small import config
 

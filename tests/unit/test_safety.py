@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from models.errors import ConfigError
 from recipes import safety
 from recipes.callbacks import SampleText
-from recipes.run_directory import plain
+from recipes.plain import plain
 from recipes.schema import read_config, to_config
 from tests.small import composed, config
 

@@ -1,0 +1,189 @@
+"""What a decoder's forward pass leaves for its backward pass, by formula, and what stands beside it meanwhile.
+
+The rules are those of this code as torch runs it without compilation: which tensors autograd keeps. (Korthikanti et
+al., 2022, arXiv:2205.05198, count in the same way for their layer.) Tests hold the sums against dry runs, where each
+tensor is followed from its making to its end.
+
+All results are bytes on one rank for one microbatch. T is its tokens, S the tokens that a rank holds between blocks (T,
+or T / tp with sequence parallelism), c and p the bytes of a number in computing and in what is worked out precisely.
+"""
+
+from dataclasses import dataclass
+
+from models.config import LOSS_CHUNK, ModelConfig
+from parallel.config import Config, recompute_interval
+from parallel.layout import Layout
+from parallel.plan.traffic import BYTES
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers that the formulas are made of, for one rank."""
+
+    tokens: int
+    """T."""
+    piece: int
+    """S."""
+    hidden: int
+    query: int
+    """Channels of this rank's query heads."""
+    key_value: int
+    """Channels of its key (or value) heads."""
+    heads: int
+    head_dim: int
+    inner: int
+    """Its channels of the feed-forward block."""
+    vocabulary: int
+    """Its rows of the output weight."""
+    compute: int
+    precise: int
+    gathers: bool
+    """Whether a block's input is gathered from pieces of the sequence."""
+    sequences: int
+
+    @property
+    def stream(self) -> int:
+        """Hidden states between blocks: c S h."""
+        return self.compute * self.piece * self.hidden
+
+    @property
+    def whole_stream(self) -> int:
+        """Hidden states inside blocks: c T h."""
+        return self.compute * self.tokens * self.hidden
+
+
+def sizes(config: Config, layout: Layout) -> Sizes:
+    """The sizes of a microbatch on each rank of a layout."""
+    model, data, tp = config.model, config.data, layout.tp
+    compute = BYTES[config.precision.compute]
+    tokens = data.micro_batch * (data.seq_len // layout.cp)
+    sequence = config.parallelism.sequence_parallel and tp > 1
+    return Sizes(
+        tokens=tokens,
+        piece=tokens // tp if sequence else tokens,
+        hidden=model.hidden_size,
+        query=model.num_attention_heads // tp * model.head_dim,
+        key_value=max(model.num_key_value_heads // tp, 1) * model.head_dim,
+        heads=model.num_attention_heads // tp,
+        head_dim=model.head_dim,
+        inner=-(-model.intermediate_size // tp),
+        vocabulary=-(-model.vocab_size // tp),
+        compute=compute,
+        precise=max(compute, 4),
+        gathers=sequence,
+        sequences=data.micro_batch,
+    )
+
+
+def norm_kept(size: Sizes, channels: int | None = None, tokens: int | None = None, rows: int = 1) -> int:
+    """RMSNorm: its input in precise numbers, the normalised input in numbers of computing, and the scale per row."""
+    channels = size.hidden if channels is None else channels
+    tokens = size.piece if tokens is None else tokens
+    return tokens * (channels * (size.precise + size.compute) + rows * size.precise)
+
+
+def attention_kept(model: ModelConfig, size: Sizes, mask: int) -> int:
+    """Inside the attention block: its input gathered, rotated queries and keys, values, the result, its log-sum-exp.
+
+    `mask` is the elements of an explicit mask, which attention turns into numbers; 0 where there is none.
+    """
+    c, tokens = size.compute, size.tokens
+    # No fused kernel takes a mask and grouped heads: keys and values are then repeated for every query head.
+    key_value = size.query if mask else size.key_value
+    kept = c * (tokens * (2 * size.query + 2 * key_value) + mask) + size.precise * tokens * size.heads
+    if model.qk_norm:
+        for channels in (size.query, size.key_value):
+            kept += norm_kept(size, channels, tokens, channels // size.head_dim)
+    if size.gathers:
+        kept += size.whole_stream * (1 if size.sequences == 1 else 3)  # a view that each projection copies
+    return kept
+
+
+def feed_forward_kept(size: Sizes) -> int:
+    """Inside the gated block: its input gathered, gate, activated gate, up, and their product."""
+    gathered = size.whole_stream * (1 if size.sequences == 1 else 2) if size.gathers else 0
+    return gathered + 4 * size.compute * size.tokens * size.inner
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """One layer, one microbatch."""
+
+    kept: int
+    """From its forward pass to its backward pass."""
+    again: int
+    """What its backward pass first works out once more, beside what was kept."""
+    temporary: int
+    """The most that its backward pass needs beside all of that: gradients of activations."""
+
+
+def layer_activations(config: Config, layout: Layout, layer: int) -> LayerActivations:
+    """What a decoder layer keeps under the config's recompute mode."""
+    model, size, mode = config.model, sizes(config, layout), config.parallelism.recompute
+    attention, feed_forward = attention_kept(model, size, mask_elements(config)), feed_forward_kept(size)
+    dropout = 2 * size.stream if model.dropout else 0
+    # The two norms, and their results: inputs of the blocks, kept unless a gathered copy stands in for them.
+    norms, inputs = 2 * norm_kept(size) + dropout, 0 if size.gathers else 2 * size.stream
+    everything = norms + inputs + attention + feed_forward
+    temporary = 2 * size.compute * size.tokens * size.inner + size.stream
+    temporary += size.whole_stream if size.gathers else 0
+    interval = recompute_interval(mode)
+    if interval is not None and layer % interval == 0:
+        return LayerActivations(size.stream, everything - size.stream, temporary + size.stream)
+    if mode == "selective:attention":
+        kept = norms + feed_forward + (size.stream if size.gathers else inputs)
+        return LayerActivations(kept, 0, temporary)
+    if mode == "selective:mlp":
+        kept = norms + attention + (size.stream if size.gathers else inputs)
+        return LayerActivations(kept, feed_forward, temporary)
+    if mode == "selective:ops":
+        products = size.compute * size.tokens * (2 * size.query + 2 * size.key_value + 2 * size.hidden + 2 * size.inner)
+        kept = size.stream + products + size.precise * size.tokens * size.heads
+        return LayerActivations(kept, everything - kept, temporary)
+    return LayerActivations(everything, 0, temporary)
+
+
+def mask_elements(config: Config) -> int:
+    """Elements of the explicit attention mask of a microbatch; 0 where plain causal attention needs none."""
+    window, length = config.model.sliding_window, config.data.seq_len
+    if config.data.document_mask:
+        return config.data.micro_batch * length * length
+    return length * length if window is not None and window < length else 0
+
+
+def shared_kept(config: Config, size: Sizes) -> int:
+    """What all layers of a stage share for a microbatch: rotary tables and the mask."""
+    tables = 2 * size.compute * size.tokens * size.head_dim
+    return tables + mask_elements(config)
+
+
+@dataclass(frozen=True)
+class LossActivations:
+    """Final norm, output layer and loss of one microbatch."""
+
+    kept: int
+    """Until its backward pass: the norm, and the gradients that the loss has worked out already."""
+    forward: int
+    """Beside that, while logits exist."""
+    backward: int
+    """Beside that, while those gradients are scaled."""
+
+
+def loss_activations(config: Config, layout: Layout) -> LossActivations:
+    """The end of the last stage."""
+    size = sizes(config, layout)
+    c, accumulate = size.compute, size.precise
+    weight = size.vocabulary * size.hidden
+    columns = size.vocabulary
+    if layout.tp > 1 and not config.parallelism.loss_parallel:
+        columns *= layout.tp
+    chunk = min(LOSS_CHUNK, size.tokens)
+    logits, coarse = accumulate * chunk * columns, c < accumulate
+    product = c * max(chunk * size.hidden, weight)
+    own = c * chunk * size.vocabulary if coarse else 0
+    hidden = size.whole_stream + (size.stream if size.gathers else 0)
+    return LossActivations(
+        kept=norm_kept(size) + size.whole_stream + accumulate * weight,
+        forward=hidden + max(2 * logits, logits + own + product),
+        backward=size.whole_stream + accumulate * weight + (c * weight if coarse else 0),
+    )

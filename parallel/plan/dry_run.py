@@ -1,0 +1,307 @@
+"""A step of one rank at its full world size, on a laptop: the very model, schedule and optimizer, without data.
+
+A fake process group takes part in every collective and sends nothing; fake tensors have shapes and types but no
+memory. What is seen is what the real step would do: every collective with its bytes, and every tensor from its making
+to its end, so that the peak of memory is measured and not estimated. plan/memory.py and plan/traffic.py say the same by
+formula, and tests hold the two against each other.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.stage import InferenceMode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.optim import Optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from parallel.config import Config
+from parallel.layout import Layout
+from parallel.pipeline import build_decoder
+from parallel.plan.traffic import Traffic, ring_bytes
+from parallel.sharded import local
+from parallel.step import Batch, clip, forward_backward, make_mesh, parallelize
+
+OPERATIONS = {
+    "c10d::allreduce_": "all_reduce",
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::alltoall_base_": "all_to_all",
+    "c10d::broadcast_": "broadcast",
+    "c10d::send": "send",
+}
+"""The collectives that are counted, by the name under which torch dispatches them."""
+NOT_COUNTED = ("c10d::barrier", "c10d::recv_")
+"""What carries nothing, and the other end of a send."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one rank's step came to, in bytes."""
+
+    rank: int
+    coordinates: dict[str, int]
+    parameters: int
+    """This rank's shards of the master weights."""
+    gradients: int
+    """Gradients as the optimizer gets them."""
+    optimizer: int
+    """What the optimizer keeps between steps."""
+    peak: dict[str, int]
+    """The moment of the step at which most is held, by kind; `parameters` and `optimizer` included."""
+    traffic: list[Traffic]
+    seconds: float
+
+    @property
+    def total(self) -> int:
+        """The peak of everything."""
+        return sum(self.peak.values())
+
+
+class Ledger(TorchDispatchMode):
+    """Adds up calls and bytes sent of every collective, by axis and operation."""
+
+    def __init__(self, axes: dict[str, str]) -> None:
+        """`axes` gives each process group's axis by the group's name."""
+        super().__init__()
+        self.axes = axes
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.sent: Counter[tuple[str, str]] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.name()
+        if name.startswith("c10d::") and name not in NOT_COUNTED:
+            assert name in OPERATIONS, f"a collective that nobody counts: {name}"
+            self._count(OPERATIONS[name], args)
+        return function(*args, **(kwargs or {}))
+
+    def _count(self, operation: str, args: Any) -> None:
+        group = next(arg for arg in args if "ProcessGroup" in str(type(arg)) or "ProcessGroup" in str(arg))
+        ranks = dist.ProcessGroup.unbox(group)
+        if ranks.size() > 1:
+            tensors = [arg for arg in tree_leaves(args) if isinstance(arg, Tensor)]
+            size = max(tensor.numel() * tensor.element_size() for tensor in tensors)
+            key = (self.axes.get(ranks.group_name, "world"), operation)
+            self.calls[key] += 1
+            self.sent[key] += ring_bytes(operation, size, ranks.size())
+
+    def rows(self) -> list[Traffic]:
+        """What was counted."""
+        return [Traffic(*key, self.calls[key], self.sent[key]) for key in self.calls]
+
+
+class MemoryLedger(TorchDispatchMode):
+    """Follows every storage from its making to its end and keeps, by kind, what was held when it was most.
+
+    What is not known to be anything else is an activation or a temporary.
+    """
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.held: Counter[str] = Counter()
+        self.peak: dict[str, int] = {}
+        self._total = self._most = 0
+        self._known: Any = WeakIdKeyDictionary()
+        self._decoder = decoder
+        self._hooked: set[int] = set()
+        self._in_loss = False
+        self._shadow = False
+        """Whether DTensor is asking what shape the whole of a result would have: nothing that a rank holds."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own dispatch comes back here with the local tensors
+        result = function(*args, **(kwargs or {}))
+        if self._shadow:
+            return result
+        name = function.name()
+        if name == "fsdp::split_with_sizes_copy":
+            self._mark(kwargs["out"], "gathered")
+        elif name == "fsdp::chunk_cat":
+            self._mark(kwargs["out"], "communication")
+        elif name == "fsdp::all_gather_copy_in":
+            self._mark(args[1], "communication")
+        kind = None
+        if name == "c10d::_reduce_scatter_base_" and args[0].dim() == 1:  # FSDP2's buffers are flat
+            self._mark(args[0], "gradients")
+        if name in ("aten::_to_copy", "aten::add.Tensor") and self._kind(args[0]) == "gradients":
+            kind = "gradients"
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._see(tensor, kind or ("loss" if self._in_loss else "activations"))
+        return result
+
+    def hold(self, tensors: Any, kind: str) -> None:
+        """Count what was there before."""
+        for tensor in tensors:
+            self._see(local(tensor), kind)
+
+    def _see(self, tensor: Tensor, kind: str) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        entry = _Entry(self, kind)
+        self._known[storage] = entry
+        entry.resize(storage.nbytes())
+
+    def _kind(self, tensor: Any) -> str | None:
+        entry = self._known.get(tensor.untyped_storage()) if isinstance(tensor, Tensor) else None
+        return None if entry is None else entry.kind
+
+    def _mark(self, tensors: Any, kind: str) -> None:
+        for tensor in tree_leaves(tensors):
+            entry = self._known.get(tensor.untyped_storage()) if isinstance(tensor, Tensor) else None
+            if entry is not None:
+                size = entry.size
+                entry.resize(0)
+                entry.kind = kind
+                entry.resize(size)
+
+    def change(self, kind: str, by: int) -> None:
+        """So many bytes more of a kind are held."""
+        self.held[kind] += by
+        self._total += by
+        if self._total > self._most:
+            self._most, self.peak = self._total, dict(self.held)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow what happens inside: also the storages that FSDP2 empties and fills, and gradients."""
+        resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def resized(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            if (entry := self._known.get(storage)) is not None:
+                entry.resize(size)
+            return result
+
+        def propagated(*args: Any) -> Any:
+            self._shadow = True
+            try:
+                return propagate(*args)
+            finally:
+                self._shadow = False
+
+        hooks = [
+            nn.modules.module.register_module_forward_pre_hook(self._before),
+            nn.modules.module.register_module_forward_hook(self._after),
+        ]
+        with (
+            patch.object(torch.UntypedStorage, "resize_", resized),
+            patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagated),
+            self,
+        ):
+            yield
+        for hook in hooks:
+            hook.remove()
+
+    def _before(self, module: nn.Module, _: Any) -> None:
+        self._in_loss |= module is getattr(self._decoder, "lm_head", None)
+
+    def _after(self, module: nn.Module, *_: Any) -> None:
+        """Only now are a module's parameters those that FSDP2 has gathered, whose gradients will be the whole ones."""
+        self._in_loss &= module is not getattr(self._decoder, "lm_head", None)
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in self._hooked:
+                self._hooked.add(id(parameter))
+                parameter.register_post_accumulate_grad_hook(lambda p: self._mark(local(p.grad), "gradients"))
+                if self._kind(local(parameter)) == "activations":
+                    self._mark(local(parameter), "gathered")
+
+
+class _Entry:
+    """A storage that is held; it ends when the storage does."""
+
+    def __init__(self, ledger: MemoryLedger, kind: str) -> None:
+        self.ledger, self.kind, self.size = ledger, kind, 0
+
+    def resize(self, size: int) -> None:
+        self.ledger.change(self.kind, size - self.size)
+        self.size = size
+
+    def __del__(self) -> None:
+        self.resize(0)
+
+
+@contextmanager
+def fake_world(rank: int, world: int) -> Iterator[None]:
+    """A process group of `world` ranks of which this process is one, and the only one there is."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def dry_run(config: Config, layout: Layout, rank: int, make_optimizer: Callable[[Any, nn.Module], Optimizer]) -> DryRun:
+    """One training step of `rank`; raises whatever the real step would raise."""
+    started = time.perf_counter()
+    with fake_world(rank, layout.world):
+        mesh = make_mesh(config, layout, "cpu")
+        with torch.device("meta"):
+            decoder = build_decoder(config.model, config.parallelism, layout.coordinates(rank)["pp"])
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        model = parallelize(decoder, config, layout, mesh, mode)
+        if model.pipeline is not None:
+            _skip_vote(model.pipeline.schedule)
+        with mode:
+            batch = _batch(config, layout)
+            optimizer = make_optimizer(config.optimizer, decoder)
+            parameters = list(decoder.parameters())
+            memory, ledger = MemoryLedger(decoder), Ledger(_axes(mesh))
+            memory.hold(parameters, "parameters")
+            with memory.watching(), ledger:
+                forward_backward(model, batch, 0)
+            rows = ledger.rows()
+            with memory.watching():
+                clip(model)
+            gradients = _bytes(parameter.grad for parameter in parameters if parameter.grad is not None)
+            optimizer.step()
+        state = _bytes(value for entry in optimizer.state.values() for value in tree_leaves(entry))
+    peak = memory.peak | {"optimizer": state}
+    coordinates = layout.coordinates(rank)
+    seconds = time.perf_counter() - started
+    return DryRun(rank, coordinates, _bytes(parameters), gradients, state, peak, rows, seconds)
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(local(t).numel() * t.element_size() for t in tensors if isinstance(t, Tensor) and t.dim())
+
+
+def _batch(config: Config, layout: Layout) -> Batch:
+    sequences = config.data.global_batch // layout.dp
+    shape = (sequences, config.data.seq_len)
+    batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "positions", "document_ids", "labels")}
+    return batch | {"sample": torch.zeros(sequences, dtype=torch.int64)}
+
+
+def _axes(mesh: DeviceMesh) -> dict[str, str]:
+    names = mesh.mesh_dim_names
+    assert names is not None
+    return {mesh.get_group(axis).group_name: axis for axis in names}
+
+
+def _skip_vote(schedule: Any) -> None:
+    """Before its first step a schedule lets stages vote on whether shapes are known; ours are, and a fake vote is void.
+
+    Private: `_warmup_p2p` and `_inference_mode` of torch.distributed.pipelining 2.13.
+    """
+
+    def known(stages: Any, *_: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    schedule._warmup_p2p = known

@@ -1,0 +1,297 @@
+"""What one rank holds when it holds most, by formula: weights, gradients, optimizer state, activations, buffers.
+
+A step has few moments at which memory can peak: while the loss makes logits, while it scales its gradients, and while
+the first layers go backward with all others still waiting. Each is added up from plan/activations.py, from what FSDP2
+gathers and when (parallel/zero.py), and from the microbatches that the schedule has in flight (plan/timeline.py). Tests
+hold every number against a dry run. Bytes everywhere.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from models.config import ModelConfig
+from models.counts import end_shapes, layer_shapes
+from parallel.config import AdamWConfig, Config, MuonConfig, ParallelismConfig, SGDConfig
+from parallel.layout import Layout, piece
+from parallel.order import order
+from parallel.plan.activations import layer_activations, loss_activations, shared_kept, sizes
+from parallel.plan.traffic import BYTES, split_dim
+from parallel.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action
+from parallel.stages import split_layers, splits_backward, stages_of
+
+KINDS = ("parameters", "gradients", "optimizer", "gathered", "communication", "activations", "loss")
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rank holds at one moment of a step."""
+
+    moment: str
+    parameters: int = 0
+    """Its shards of the master weights."""
+    gradients: int = 0
+    optimizer: int = 0
+    gathered: int = 0
+    """Whole weights in the type of computing, from FSDP2's all-gathers."""
+    communication: int = 0
+    """Buffers of gathers and reductions."""
+    activations: int = 0
+    """What waits for the backward pass, and temporaries."""
+    loss: int = 0
+    """Logits of a chunk, and the gradients that the loss works out at once."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(getattr(self, kind) for kind in KINDS)
+
+
+def sharded(config: Config, layout: Layout) -> bool:
+    """Whether FSDP2 manages the weights (parallel/step.py): with data ranks, or computing in another type."""
+    return layout.dp > 1 or config.precision.compute != config.precision.master
+
+
+def shards(config: Config, layout: Layout) -> int:
+    """Over how many ranks a weight is dealt out."""
+    return layout.dp_shard if config.parallelism.zero else 1
+
+
+def rank_layers(config: Config, pp_rank: int) -> list[int]:
+    """The layers of a pipeline rank, those of all its stages."""
+    split = split_layers(config.model, config.parallelism)
+    return [layer for stage in stages_of(pp_rank, config.parallelism) for layer in split[stage]]
+
+
+def groups(config: Config, pp_rank: int) -> list[Shapes]:
+    """The weights of a pipeline rank as FSDP2 gathers them: a group per layer, then the ends."""
+    mine, last = stages_of(pp_rank, config.parallelism), config.parallelism.pp * config.parallelism.virtual_stages - 1
+    result = [layer_shapes(config.model) for _ in rank_layers(config, pp_rank)]
+    return result + end_groups(config.model, 0 in mine, last in mine)
+
+
+def end_groups(model: ModelConfig, first: bool, last: bool) -> list[Shapes]:
+    """Embedding, and final norm with output layer, as far as they are here; a tied weight makes them one group."""
+    ends = end_shapes(model)
+    embedding = {name: shape for name, shape in ends.items() if "embed_tokens" in name}
+    output = {name: shape for name, shape in ends.items() if name not in embedding}
+    if model.tie_word_embeddings:
+        together = (embedding if first or last else {}) | (output if last else {})
+        return [together] if together else []
+    return [embedding] * first + [output] * last
+
+
+def block_shape(name: str, shape: tuple[int, ...], config: Config, layout: Layout, place: dict[str, int]) -> list[int]:
+    """The block of a parameter that the rank at `place` holds: its part along tp, and of that its shard."""
+    block = list(shape)
+    dim = split_dim(name, config.model, layout.tp)
+    if dim is not None:
+        block[dim] = len(piece(shape[dim], layout.tp, place["tp"]))
+    block[0] = len(piece(block[0], shards(config, layout), place["dp_shard"] if config.parallelism.zero else 0))
+    return block
+
+
+def held_parameters(config: Config, layout: Layout, place: dict[str, int]) -> dict[str, int]:
+    """Elements of every parameter that the rank at `place` holds, layers under the name of each layer."""
+    found = {}
+    layers, shapes_of = rank_layers(config, place["pp"]), groups(config, place["pp"])
+    prefixes = [f"model.layers.{layer}." for layer in layers] + [""] * (len(shapes_of) - len(layers))
+    for prefix, shapes in zip(prefixes, shapes_of, strict=True):
+        for name, shape in shapes.items():
+            found[prefix + name] = math.prod(block_shape(name, shape, config, layout, place))
+    return found
+
+
+def optimizer_elements(config: Config, held: dict[str, int]) -> int:
+    """Numbers that the optimizer keeps for those parameters, in the type of the master weights."""
+    match config.optimizer:
+        case AdamWConfig():
+            return 2 * sum(held.values())
+        case SGDConfig(momentum=momentum):
+            return sum(held.values()) if momentum else 0
+        case MuonConfig():
+            matrices = {name for name in held if ".layers." in name and "norm" not in name and "bias" not in name}
+            return sum(count * (1 if name in matrices else 2) for name, count in held.items())
+    raise AssertionError(f"no rule for {type(config.optimizer).__name__}")
+
+
+def moments(config: Config, layout: Layout, place: dict[str, int]) -> Iterator[Memory]:
+    """The moments at which the rank at `place` may hold most, in the order of its schedule."""
+    rank = _Rank(config, layout, place)
+    most: dict[tuple[str, int, int], tuple[int, frozenset[int]]] = {}
+    for moment, stage, held, finished in rank.walk():
+        key = (moment, stage, len(finished))
+        most[key] = max(most.get(key, (0, finished)), (held, finished), key=lambda entry: entry[0])
+    for (moment, stage, _), (held, finished) in most.items():
+        yield from rank.loss(stage, held, finished) if moment == FORWARD else rank.backward(stage, held, finished)
+    yield rank.clipping()
+
+
+@cache
+def _ordered(key: str, count: int) -> list[list[Action]]:
+    return order(_ASKED[key], count)
+
+
+_ASKED: dict[str, ParallelismConfig] = {}
+
+
+def order_of(parallelism: ParallelismConfig, count: int) -> list[list[Action]]:
+    """`order`, remembered: a search asks for the same schedules over and over."""
+    key = f"{parallelism.pp_schedule} {parallelism.pp} {parallelism.virtual_stages} {parallelism.pp_schedule_file}"
+    _ASKED[key] = parallelism
+    return _ordered(key, count)
+
+
+class _Rank:
+    """One rank's sizes, and what it holds at each moment."""
+
+    def __init__(self, config: Config, layout: Layout, place: dict[str, int]) -> None:
+        self.config, self.layout, parallelism = config, layout, config.parallelism
+        self.master, self.compute, self.reduce = (
+            BYTES[getattr(config.precision, kind)] for kind in ("master", "compute", "reduce")
+        )
+        held = held_parameters(config, layout, place)
+        self.largest, self.elements = max(held.values()), sum(held.values())
+        self.base = Memory("", self.elements * self.master, optimizer=optimizer_elements(config, held) * self.master)
+        self.size, self.shards = sizes(config, layout), shards(config, layout)
+        self.split, self.stages = split_layers(config.model, parallelism), stages_of(place["pp"], parallelism)
+        self.last_stage = len(self.split) - 1
+        self.microbatches = config.data.global_batch // (config.data.micro_batch * layout.dp)
+        self.pipeline, self.fsdp = layout.pp > 1, sharded(config, layout)
+        self.splits_backward = self.pipeline and splits_backward(parallelism)
+        self.once = parallelism.zero < 3 or self.splits_backward
+        """Weights are gathered once a step and kept (parallel/zero.py), or else for each pass through a layer."""
+        self.shares_each = parallelism.zero >= 2 and not self.splits_backward
+        """Gradients are shared out after each microbatch, or else stand whole until the step's last."""
+        self.layer = self._padded(layer_shapes(config.model))
+        self.whole = {stage: self._stage_elements(stage) for stage in self.stages}
+        self.kept = {stage: self._stage_kept(stage) for stage in self.stages}
+        self.actions = self._order()[place["pp"]] if self.pipeline else self._plain()
+        self.buffers = 2 * self.size.stream * self.pipeline
+        """What a pipeline has sent last, and receives next."""
+
+    def _order(self) -> list[list[Action]]:
+        """The schedule, of as many microbatches as show its peak: but for gpipe, a steady state holds no more."""
+        parallelism, count = self.config.parallelism, self.microbatches
+        if parallelism.pp_schedule not in ("gpipe", "csv") and count % parallelism.pp == 0:
+            count = min(count, 4 * parallelism.pp)
+        return order_of(parallelism, count)
+
+    def _plain(self) -> list[Action]:
+        return [Action(kind, 0, number) for number in range(min(self.microbatches, 2)) for kind in (FORWARD, BACKWARD)]
+
+    def _padded(self, shapes: Shapes) -> int:
+        """Elements of this tp rank's part of a group of parameters, as FSDP2 fills it up to equal shards."""
+        return sum(_padded(name, shape, self.config, self.layout, self.shards) for name, shape in shapes.items())
+
+    def _ends(self, stage: int) -> list[int]:
+        ends = end_groups(self.config.model, stage == 0, stage == self.last_stage)
+        return [self._padded(shapes) for shapes in ends]
+
+    def _stage_elements(self, stage: int) -> int:
+        return self.layer * len(self.split[stage]) + sum(self._ends(stage))
+
+    def _stage_kept(self, stage: int) -> int:
+        layers = sum(layer_activations(self.config, self.layout, layer).kept for layer in self.split[stage])
+        loss = loss_activations(self.config, self.layout).kept if stage == self.last_stage else 0
+        # A stage's input is kept; schedules of several stages a rank also keep what a stage has sent.
+        received = self.size.stream * (stage > 0)
+        sent = self.size.stream * (len(self.stages) > 1 and stage != self.last_stage)
+        return layers + loss + received + sent + shared_kept(self.config, self.size)
+
+    def _pending(self, stage: int) -> int:
+        """Between the halves of a split backward pass: gradients that the weights' half starts from."""
+        size = self.size
+        products = size.tokens * (size.query + 2 * size.key_value + 2 * size.inner) * size.compute
+        return len(self.split[stage]) * (products + 2 * size.whole_stream + 4 * size.stream)
+
+    def walk(self) -> Iterator[tuple[str, int, int, frozenset[int]]]:
+        """What is held, beside what a moment itself needs, when a stage makes its loss and when it goes backward."""
+        held, finished = self.buffers, frozenset[int]()
+        for action in self.actions:
+            stage = action.stage
+            if action.kind == FORWARD:
+                held += self.kept[stage]
+                if stage == self.last_stage:
+                    yield FORWARD, stage, held, finished
+                continue
+            if action.kind != WEIGHT:
+                yield BACKWARD, stage, held, finished
+            if action.kind == INPUT:
+                held += self._pending(stage)
+                continue
+            held -= self.kept[stage] + (self._pending(stage) if action.kind == WEIGHT else 0)
+            finished |= {stage}
+
+    def _standing(self, held: int, finished: frozenset[int]) -> Memory:
+        """What is held whatever the moment: weights, state, gathered weights, and gradients of earlier microbatches."""
+        whole = sum(self.whole[stage] for stage in finished) * self.reduce
+        gradients = whole if self.fsdp and not self.shares_each else self.elements * self.master * bool(finished)
+        gathered = sum(self.whole.values()) * self.compute if self.fsdp and self.once else 0
+        return replace(self.base, activations=held, gradients=gradients, gathered=gathered)
+
+    def loss(self, stage: int, held: int, finished: frozenset[int]) -> Iterator[Memory]:
+        """While logits exist, and while the gradients that were made of them are scaled."""
+        loss, head = loss_activations(self.config, self.layout), self._ends(stage)[-1] * self.compute
+        now = self._standing(held - loss.kept, finished)
+        first = replace(now, moment="loss, forward", loss=loss.kept + loss.forward)
+        if self.fsdp and not self.once:
+            first = replace(first, gathered=head)
+        if self.fsdp and self.shards > 1 and not (self.once and (finished or self.pipeline)):
+            first = replace(first, communication=head)
+        yield first
+        second = replace(first, moment="loss, backward", loss=loss.kept + loss.backward)
+        yield replace(second, communication=0 if self.once else self.layer * self.compute * self.fsdp)
+
+    def backward(self, stage: int, held: int, finished: frozenset[int]) -> Iterator[Memory]:
+        """While a stage's last layer goes backward, then the one before it."""
+        layers = [layer_activations(self.config, self.layout, layer) for layer in self.split[stage]]
+        now, last = self._standing(held, finished), stage == self.last_stage
+        # The gradient of the down projection stands when those of the block's activations do.
+        block = _padded(
+            "mlp.down_proj.weight", layer_shapes(self.config.model)["mlp.down_proj.weight"], self.config, self.layout, 1
+        )
+        now = replace(now, gradients=now.gradients + block * self.compute * self.fsdp)
+        if self.fsdp and not self.once:
+            now = replace(now, gathered=self.layer * self.compute, communication=self.layer * self.compute)
+        reduces = self.fsdp and (self.shares_each or self.microbatches == 1) and not self.splits_backward
+        sent = self._ends(stage)[-1] * self.reduce if reduces and last else 0
+        if last:
+            held -= loss_activations(self.config, self.layout).kept
+        yield replace(
+            now,
+            moment="last layer, backward",
+            activations=held + layers[-1].again + layers[-1].temporary,
+            communication=now.communication + sent,
+        )
+        if len(layers) > 1:
+            waiting = held - layers[-1].kept + layers[-2].again + layers[-2].temporary
+            now = replace(now, moment="next layer, backward", activations=waiting)
+            if reduces:
+                yield replace(now, communication=now.communication + self.layer * self.reduce)
+            elif not finished:
+                yield replace(
+                    now, gradients=now.gradients + self.layer * (self.reduce if self.microbatches > 1 else self.compute)
+                )
+
+    def clipping(self) -> Memory:
+        """All gradients are there, and the square of the largest."""
+        square = self.largest * max(self.master, 4)
+        return replace(self.base, moment="clipping", gradients=self.elements * self.master, activations=square)
+
+
+def peak(config: Config, layout: Layout, place: dict[str, int]) -> Memory:
+    """The moment at which the rank at `place` (an index per axis, as Layout.coordinates gives) holds most."""
+    return max(moments(config, layout, place), key=lambda memory: memory.total)
+
+
+def _padded(name: str, shape: tuple[int, ...], config: Config, layout: Layout, ranks: int) -> int:
+    """Elements of the tp block of a parameter, its first dimension filled up to a multiple of the shards."""
+    block = list(shape)
+    dim = split_dim(name, config.model, layout.tp)
+    if dim is not None:
+        block[dim] = -(-block[dim] // layout.tp)
+    block[0] = -(-block[0] // ranks) * ranks
+    return math.prod(block)

@@ -1,0 +1,143 @@
+"""The decoder's shape, its numbers, and the length of what it reads."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from models.errors import ConfigError
+from parallel.config import Config, FloatType, SyntheticData, TokenizerKind, recompute_interval
+from parallel.devices import DEVICES
+from parallel.layout import divisors
+from parallel.plan.problems import Fault, nearest
+from parallel.plan.traffic import BYTES
+
+
+def shape(config: Config) -> Iterator[Fault]:
+    """The rules that models/config.py keeps."""
+    try:
+        config.model.check()
+    except ConfigError as error:
+        message, _, advice = str(error).partition(" Write ")
+        yield Fault("model", message + (f" Write {advice}" if advice else ""), _shape_tries(config, message))
+
+
+def _shape_tries(config: Config, message: str) -> dict[str, list[Any]]:
+    model, rope = config.model, config.model.rope
+    heads = max(model.num_attention_heads, 1)
+    legal: dict[str, list[Any]] = {
+        "num_key_value_heads": [*nearest(divisors(heads), model.num_key_value_heads)],
+        "head_dim": [max(model.head_dim + 1, 2)],
+        "dropout": [0.0],
+        "sliding_window": [None],
+        "rms_norm_eps": [1e-5],
+        "initializer_range": [0.02],
+        "rope.theta": [10000.0],
+        "rope.low_freq_factor": [rope.high_freq_factor / 4],
+        "rope.original_max_position_embeddings": [max(model.max_position_embeddings, 1)],
+        "rope.factor": [1.0],
+    }
+    named = re.findall(r"model\.([a-z_.]+?)=", message) + re.findall(r"(?:needs |, and )model\.([a-z_.]+),", message)
+    named += ["rope.low_freq_factor"] if "low_freq_factor" in message else []
+    found = {f"model.{key}": legal[key] for key in named if key in legal}
+    if "must be at least 1" in message:
+        return {f"model.{named[0]}": [1, 2, heads]}
+    return found
+
+
+def precision(config: Config) -> Iterator[Fault]:
+    """Types fit each other."""
+    kinds = config.precision
+    sizes = {key: BYTES[getattr(kinds, key)] for key in ("master", "compute", "reduce")}
+    if sizes["compute"] > sizes["master"] or sizes["reduce"] > sizes["master"] or sizes["reduce"] < sizes["compute"]:
+        yield Fault(
+            "precision-order",
+            f"precision: compute={kinds.compute} must not be finer than master={kinds.master}, nor reduce="
+            f"{kinds.reduce} coarser than compute or finer than master.",
+            {"precision.reduce": [kinds.master, kinds.compute], "precision.compute": [kinds.master]},
+        )
+    if kinds.master == FloatType.bfloat16:
+        yield Fault(
+            "precision-master",
+            "precision.master=bfloat16 loses small updates.",
+            {"precision.master": [FloatType.float32]},
+        )
+
+
+def precision_costs(config: Config) -> Iterator[Fault]:
+    """Types and the device they run on."""
+    device = DEVICES.get(config.cluster.device)
+    if device is not None and config.precision.compute != FloatType.bfloat16:
+        yield Fault(
+            "precision-slow",
+            f"precision={config.precision.name} computes in {config.precision.compute}: on {device.name} at most "
+            f"{device.fp32_flops / 1e12:.1f} TFLOP/s instead of {device.bf16_flops / 1e12:.0f} in bfloat16, "
+            f"{device.bf16_flops / device.fp32_flops:.0f} times slower. precision=bf16 keeps float32 weights.",
+        )
+
+
+def aligned(config: Config) -> Iterator[Fault]:
+    """Tensor cores want multiples of 8 in bfloat16; BigScience saw 27 % lost to a head dimension that was none."""
+    model = config.model
+    if config.cluster.device not in DEVICES or config.precision.compute != FloatType.bfloat16:
+        return
+    for key in ("head_dim", "hidden_size", "intermediate_size"):
+        if getattr(model, key) % 8:
+            yield Fault(
+                "alignment",
+                f"model.{key}={getattr(model, key)} is no multiple of 8, which tensor cores work in with bfloat16: "
+                f"products over it are padded or slow (BigScience measured 27 % of the speed lost to such heads).",
+            )
+
+
+def sequence(config: Config) -> Iterator[Fault]:
+    """The rotary embedding's limit."""
+    longest, length = config.model.max_position_embeddings, config.data.seq_len
+    if length > longest:
+        yield Fault(
+            "rotary-limit",
+            f"data.seq_len={length} is above model.max_position_embeddings={longest}, the longest that the rotary "
+            f"embedding of model={config.model.name} is meant for; a higher limit needs model.rope.scaling.",
+            {"data.seq_len": [longest]},
+        )
+
+
+def vocabulary(config: Config) -> Iterator[Fault]:
+    """Every token has a row."""
+    needed, source = tokens_needed(config)
+    if config.model.vocab_size < needed:
+        yield Fault(
+            "vocabulary",
+            f"model.vocab_size={config.model.vocab_size} is smaller than the {needed} tokens of {source}.",
+            {"model.vocab_size": [needed, -(-needed // 64) * 64, -(-needed // 128) * 128]},
+        )
+
+
+def vocabulary_notes(config: Config) -> Iterator[Fault]:
+    """Rows that no token uses."""
+    needed, source = tokens_needed(config)
+    size = config.model.vocab_size
+    if not isinstance(config.data, SyntheticData) and size > 2 * needed:
+        wasted = (size - needed) * config.model.hidden_size * (1 if config.model.tie_word_embeddings else 2)
+        yield Fault(
+            "vocabulary-unused",
+            f"model.vocab_size={size} has {size - needed:,} rows that the {needed} tokens of {source} never use: "
+            f"{wasted:,} parameters that only cost.",
+        )
+
+
+def tokens_needed(config: Config) -> tuple[int, str]:
+    """How many token ids the data may hold, and where they come from."""
+    if isinstance(config.data, SyntheticData):
+        return config.data.vocab_size, f"data.vocab_size={config.data.vocab_size}"
+    if config.data.tokenizer.kind == TokenizerKind.byte:
+        return 257, "data.tokenizer.kind=byte (256 bytes and the document mark)"
+    size = config.data.tokenizer.vocab_size or 0
+    return size, f"data.tokenizer.vocab_size={size}"
+
+
+def recompute(config: Config) -> Iterator[Fault]:
+    """The mode exists."""
+    try:
+        recompute_interval(config.parallelism.recompute)
+    except ConfigError as error:
+        yield Fault("recompute-mode", str(error), {"parallelism.recompute": ["none", "full"]})

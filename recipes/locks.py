@@ -1,0 +1,134 @@
+"""What every recipe is, written down beside it, so that none changes unnoticed: conf/recipe/NAME.lock.
+
+`python -m recipes.locks` says what differs, key by key, and leaves with 1 if anything does; `--write` writes the
+locks anew, on purpose. A lock holds the resolved config and its hash, pinned versions, seed, where the data comes from,
+and the numbers that are known beforehand: parameters, tokens per step, and the twin's first losses where measured.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from models.counts import parameter_count
+from models.errors import ConfigError
+from parallel.config import Config, HubData, RunConfig
+from recipes import schema
+from recipes.command import CONF, report
+
+FOLDER = CONF / "recipe"
+PINNED = ("torch", "lightning", "hydra-core", "omegaconf", "numpy", "datasets", "tokenizers")
+
+
+def recipes() -> list[str]:
+    """The names of all recipes."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def compose_recipe(name: str, *overrides: str) -> Config:
+    """The config of a recipe."""
+    OmegaConf.register_new_resolver("run_id", lambda: "lock", replace=True)
+    schema.register()
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        return schema.to_config(compose("config", overrides=[f"recipe={name}", *overrides]))
+
+
+def lock_of(name: str, measured: dict[str, Any]) -> dict[str, Any]:
+    """The lock that a recipe has now; `measured` is what its old one holds of measured numbers."""
+    from recipes.plain import plain
+
+    config = compose_recipe(name)
+    data = replace(config.data, cache_dir="")
+    flat = dict(_flat(plain(replace(config, run=RunConfig("", "", ""), ckpt="", data=data)), ""))
+    pins = tomllib.loads((CONF.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+    versions = dict(pin.split("==") for pin in pins)
+    return {
+        "config_sha256": hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest(),
+        "config": flat,
+        "versions": {package: versions[package] for package in PINNED},
+        "data": {
+            "source": config.data.name,
+            "revision": config.data.revision if isinstance(config.data, HubData) else None,
+            "tokenizer": str(config.data.tokenizer.kind),
+        },
+        "seed": config.seed,
+        "expected": {
+            "parameters": parameter_count(config.model),
+            "tokens_per_step": config.data.global_batch * config.data.seq_len,
+        },
+        "measured": measured,
+    }
+
+
+def _flat(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from _flat(value, f"{path}.{key}" if path else key)
+    else:
+        yield path, node
+
+
+def read_lock(name: str) -> dict[str, Any]:
+    """A recipe's lock. Raises ConfigError where there is none or it is damaged."""
+    path = FOLDER / f"{name}.lock"
+    try:
+        return dict(json.loads(path.read_text()))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file; `python -m recipes.locks --write {name}` makes it.") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged: {error}") from error
+
+
+def differences(name: str) -> list[str]:
+    """What a recipe is now and what its lock says, key by key; nothing where they agree."""
+    locked = read_lock(name)
+    now = lock_of(name, locked.get("measured", {}))
+    old, new = dict(_flat(locked, "")), dict(_flat(now, ""))
+    found = []
+    for key in sorted(old.keys() | new.keys()):
+        if key != "config_sha256" and old.get(key) != new.get(key):
+            found.append(f"{name}: {key} is {new.get(key, 'gone')}, locked {old.get(key, 'nowhere')}")
+    return found
+
+
+def all_differences(names: list[str] | None = None) -> list[str]:
+    """`differences` of many recipes, and locks whose recipe is gone."""
+    found = [line for name in names or recipes() for line in differences(name)]
+    left = {path.stem for path in FOLDER.glob("*.lock")} - set(recipes())
+    return found + [f"{name}.lock: there is no such recipe" for name in sorted(left)]
+
+
+def write(name: str, measured: dict[str, Any] | None = None) -> None:
+    """Write a recipe's lock anew; measured numbers stay unless others are given."""
+    path = FOLDER / f"{name}.lock"
+    if measured is None:
+        measured = read_lock(name).get("measured", {}) if path.exists() else {}
+    path.write_text(json.dumps(lock_of(name, measured), indent=1) + "\n")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.locks", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="recipes; all where none is named")
+    parser.add_argument("--write", action="store_true", help="write the locks anew")
+    arguments = parser.parse_args()
+    try:
+        for name in arguments.names or recipes():
+            if arguments.write:
+                write(name)
+        found = all_differences(arguments.names)
+    except Exception as error:
+        sys.exit(report(error))
+    print("\n".join(found) or "every recipe is what its lock says")
+    sys.exit(1 if found else 0)
+
+
+if __name__ == "__main__":
+    main()
