@@ -131,9 +131,12 @@ def test_a_killed_rank_ends_all_within_ten_seconds_and_is_named(tmp_path: Path) 
 def test_an_exception_on_one_rank_is_the_last_thing_said(tmp_path: Path) -> None:
     # Planted from outside: Python runs sitecustomize at start-up, and the hook raises on rank 1 alone.
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\ndef hook(event, arguments):\n    if event == 'import' and arguments[0] == "
-        "'recipes.metrics':\n        raise RuntimeError('planted on rank 1')\nif os.environ.get('RANK') == '1':\n    "
-        "sys.addaudithook(hook)\n"
+        "import os, sys\n"
+        "def hook(event, arguments):\n"
+        "    if event == 'import' and arguments[0] == 'recipes.metrics':\n"
+        "        raise RuntimeError('planted on rank 1')\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    sys.addaudithook(hook)\n"
     )
     path = os.pathsep.join([str(tmp_path), os.getcwd()])
     process = start(*FOUR, root=tmp_path / "runs", PYTHONPATH=path)
@@ -159,13 +162,20 @@ def test_a_killed_stage_ends_all_within_ten_seconds_and_is_named(tmp_path: Path)
 def test_an_exception_in_a_stage_ends_all_within_ten_seconds_and_is_the_last_thing_said(tmp_path: Path) -> None:
     # Planted from outside: once the stage's class is there, rank 2's raises in the middle of its fifth step.
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys, threading, time\ndef plant():\n    while not hasattr(sys.modules.get('parallel.pipeline'), "
-        "'_Stage'):\n        time.sleep(0.001)\n    stage, calls = sys.modules['parallel.pipeline']._Stage, []\n    "
-        "original = stage.backward_one_chunk\n    def backward(self, *arguments, **named):\n        "
-        f"calls.append(time.time())\n        if len(calls) == 37:\n            print(f'planted at {{calls[-1]}}', "
-        "flush=True)\n            raise RuntimeError('planted in a stage')\n        return original(self, *arguments, "
-        "**named)\n    stage.backward_one_chunk = backward\nif os.environ.get('RANK') == '2':\n    "
-        "threading.Thread(target=plant, daemon=True).start()\n"
+        "import os, sys, threading, time\n"
+        "def plant():\n"
+        "    while not hasattr(sys.modules.get('parallel.pipeline'), '_Stage'):\n"
+        "        time.sleep(0.001)\n"
+        "    stage, calls = sys.modules['parallel.pipeline']._Stage, []\n"
+        "    original = stage.backward_one_chunk\n"
+        "    def backward(self, *arguments, **named):\n"
+        "        calls.append(time.time())\n"
+        "        if len(calls) == 37:\n"
+        "            raise RuntimeError(f'planted in a stage at {calls[-1]}')\n"
+        "        return original(self, *arguments, **named)\n"
+        "    stage.backward_one_chunk = backward\n"
+        "if os.environ.get('RANK') == '2':\n"
+        "    threading.Thread(target=plant, daemon=True).start()\n"
     )
     path = os.pathsep.join([str(tmp_path), os.getcwd()])
     process = start(*PIPELINE, "trainer.max_steps=100000", root=tmp_path / "runs", PYTHONPATH=path)
