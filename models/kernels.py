@@ -58,8 +58,8 @@ class CpuFlash:
 
     def calls(self, blocks: Sequence[Block]) -> Iterator[list[Block]]:
         for block in blocks:
-            for tile in block.tiles(_TILE):
-                yield [tile]
+            for part in [block] if block.window is None else block.tiles(_TILE):
+                yield [part]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, blocks: list[Block]) -> Forward:
         (block,) = blocks
@@ -121,7 +121,7 @@ class Math:
         keys = of_keys(key, block).repeat_interleave(query.shape[1] // key.shape[1], 1)
         scores = query @ keys.mT / math.sqrt(query.shape[-1])
         scores = scores if scores.dtype == torch.float64 else scores.float()
-        if block.shift == 0 or block.window is not None:
+        if block.shift < block.size[1] - 1 or block.window is not None:
             scores = scores.masked_fill(~block.allowed(query.device), -math.inf)
         return scores
 

@@ -62,14 +62,11 @@ class Block:
         return distance >= 0 if self.window is None else (distance >= 0) & (distance < self.window)
 
     def tiles(self, length: int) -> Iterator["Block"]:
-        """The block without most of what a window hides: bands of at most `length` queries, each with its keys."""
-        if self.window is None:
-            yield self
-            return
+        """The block without most of what is hidden: at most `length` queries at a time, each time with their keys."""
         queries, keys = self.size
         for first in range(0, queries, length):
             last = min(first + length, queries)
-            oldest = max(first + self.shift - self.window + 1, 0)
+            oldest = 0 if self.window is None else max(first + self.shift - self.window + 1, 0)
             newest = min(last + self.shift, keys)
             yield Block(
                 self.rows,

@@ -7,9 +7,16 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from parallel.config import ParallelismConfig, PipelineSchedule
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from parallel.config import Config, ParallelismConfig, PipelineSchedule
+from parallel.layout import resolve
 from parallel.order import order
 from parallel.plan.timeline import bubble, expected, peak_activations
+from parallel.plan.traffic import traffic
+from recipes import schema
+from recipes.command import CONF
 
 ROOT = Path(__file__).parent.parent
 SIZES = [(2, 4), (4, 8), (4, 16), (8, 16), (8, 32), (8, 64)]
@@ -22,6 +29,16 @@ SCHEDULES = [
     ("zbv_zero_bubble", 2),
     ("dualpipe_v", 2),
 ]
+CONTEXT_RANKS = (4, 8, 16, 32)
+LONG = [
+    "model=llama3_8b_128k",
+    "precision=bf16",
+    "data=synthetic",
+    "data.seq_len=131072",
+    "data.global_batch=1",
+    "data.micro_batch=1",
+]
+"""A step of one sequence."""
 
 
 def bubbles() -> str:
@@ -45,13 +62,41 @@ def _schedules(cell: Callable[[ParallelismConfig, int], str]) -> str:
     return table(["ranks, microbatches", *(f"{pp}, {m}" for pp, m in SIZES)], rows)
 
 
+def context_bytes() -> str:
+    """Methods by ranks: what the busiest rank sends for attention in a step."""
+    methods = {
+        "`ring`": ["parallelism.cp_method=ring"],
+        "`all_gather`": ["parallelism.cp_method=all_gather"],
+        "`ulysses`": ["parallelism.cp_method=ulysses"],
+        "`ulysses_ring`, `cp_ulysses=2`": ["parallelism.cp_method=ulysses_ring", "parallelism.cp_ulysses=2"],
+        "`ring`, window of 4,096": ["parallelism.cp_method=ring", "model.sliding_window=4096"],
+    }
+    rows = []
+    for name, overrides in methods.items():
+        cells = []
+        for cp in CONTEXT_RANKS:
+            config = composed(*LONG, f"parallelism.cp={cp}", *overrides)
+            sent = sum(row.bytes_sent for row in traffic(config, resolve(config.parallelism, cp)) if row.axis == "cp")
+            cells.append(f"{sent / 1e9:.1f}")
+        rows.append([name, *cells])
+    return table(["GB a step, cp", *map(str, CONTEXT_RANKS)], rows)
+
+
+def composed(*overrides: str) -> Config:
+    """The config of a command line."""
+    OmegaConf.register_new_resolver("run_id", lambda: "docs", replace=True)
+    schema.register()
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        return schema.to_config(compose("config", overrides=list(overrides)))
+
+
 def table(header: list[str], rows: list[list[str]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-TABLES = {"bubbles": bubbles, "live_activations": live_activations}
+TABLES = {"bubbles": bubbles, "live_activations": live_activations, "context_bytes": context_bytes}
 
 
 def renewed(text: str) -> str:

@@ -28,8 +28,8 @@ class CaseError(AssertionError):
 class Pool:
     """Runs `function(*arguments)` on the first `world` workers, each in a fresh process group of them."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, timeout_s: int = TIMEOUT_S) -> None:
+        self.size, self.timeout_s = size, timeout_s
         self._cases = 0
         self._workers: list[tuple[Any, Connection]] = []
 
@@ -48,10 +48,12 @@ class Pool:
             results: dict[int, Any] = {}
             pipes = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
             while len(results) < world:
-                ready = wait([pipe for pipe in pipes if pipes[pipe] not in results], timeout=TIMEOUT_S)
+                ready = wait([pipe for pipe in pipes if pipes[pipe] not in results], timeout=self.timeout_s)
                 if not ready:
                     self.close()
-                    raise CaseError(f"ranks {sorted(set(range(world)) - set(results))} did not end in {TIMEOUT_S} s")
+                    raise CaseError(
+                        f"ranks {sorted(set(range(world)) - set(results))} did not end in {self.timeout_s} s"
+                    )
                 for pipe in ready:
                     try:
                         failed, value = pickle.loads(pipe.recv_bytes())
@@ -67,7 +69,7 @@ class Pool:
         context = multiprocessing.get_context("spawn")
         for _ in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_work, args=(there,), daemon=True)
+            process = context.Process(target=_work, args=(there, self.timeout_s), daemon=True)
             process.start()
             self._workers.append((process, here))
 
@@ -81,7 +83,7 @@ class Pool:
         self._cases = 0
 
 
-def _work(pipe: Connection) -> None:
+def _work(pipe: Connection, timeout_s: int) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -94,7 +96,7 @@ def _work(pipe: Connection) -> None:
                 store=dist.FileStore(store, world),
                 rank=rank,
                 world_size=world,
-                timeout=timedelta(seconds=TIMEOUT_S),
+                timeout=timedelta(seconds=timeout_s),
             )
             result = getattr(importlib.import_module(module), name)(*arguments)
             dist.destroy_process_group()
