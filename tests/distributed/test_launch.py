@@ -99,6 +99,26 @@ def test_four_ranks_start_by_themselves_and_make_the_same_run_as_one(tmp_path: P
     assert (four_run / "DONE").exists()
 
 
+def test_context_ranks_make_the_same_run_as_one_and_report_what_fills_sequences_up(tmp_path: Path) -> None:
+    documents = ["data.seq_len=31", "data.document_mask=true", "data.document_len=9", "data.mask=uneven"]
+    alone = start(*documents, root=tmp_path / "one")
+    assert alone.wait(120) == 0, alone.communicate()[0]
+    two = start(*documents, "parallelism.cp=2", root=tmp_path / "two")
+    said = two.communicate(timeout=180)[0]
+    assert two.returncode == 0, said
+    assert "data.seq_len=31 is filled up to 32" in said
+    [one_run], [two_run] = runs(tmp_path / "one"), runs(tmp_path / "two")
+    for a, b in zip(rows(one_run), rows(two_run), strict=True):
+        assert a["tokens"] == b["tokens"]
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-9)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-9)
+    ends = [json.loads((run / "DONE").read_text()) for run in (one_run, two_run)]
+    assert ends[1]["val/loss"] == pytest.approx(ends[0]["val/loss"], rel=1e-9)
+    assert ends[1]["val/tokens"] == ends[0]["val/tokens"]
+    assert "padding_tokens" not in ends[0]
+    assert ends[1]["padding_tokens"] == 8
+
+
 def test_torchrun_ranks_are_joined(tmp_path: Path) -> None:
     rendezvous = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     chosen = ["parallelism.tp=2", f"run.root={tmp_path}"]
