@@ -209,7 +209,7 @@ def _context(config: Config, layout: Layout, part: Part, cp_rank: int) -> Iterat
     ring, ulysses = ring_and_ulysses(parallelism)
     layers = len(part.layers)
     redone = part.layers if parallelism.recompute == "selective:attention" else _recomputed(config, part.layers)
-    again = len(redone)
+    again = len(redone) + layers * must_count(config, layout)
     length = padded_length(config.data.seq_len, parallelism)
     token = config.data.micro_batch * model.head_dim * BYTES[config.precision.compute]  # of one head, all sequences
     heads, held = model.num_attention_heads // layout.tp, max(model.num_key_value_heads // layout.tp, 1)
