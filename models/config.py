@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import ceil, inf
 
 from models.errors import ConfigError
 
@@ -38,6 +39,130 @@ class RopeConfig:
     """`yarn`: multiplies cosine and sine; None means 0.1 ln(factor) + 1 (YaRN paper, section 3.4)."""
 
 
+class RouterScore(StrEnum):
+    softmax = "softmax"
+    sigmoid = "sigmoid"
+
+
+class BalanceScope(StrEnum):
+    microbatch = "microbatch"
+    sequence = "sequence"
+    global_batch = "global_batch"
+
+
+class DropOrder(StrEnum):
+    probability = "probability"
+    position = "position"
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts in place of the feed-forward: how tokens choose experts, and what keeps experts busy alike.
+
+    Raises ConfigError from `check` where the numbers do not fit together.
+    """
+
+    num_experts: int = 0
+    """Experts of a layer; 0 is a dense model."""
+    num_experts_per_tok: int = 2
+    intermediate_size: int = 0
+    """Width of one expert."""
+    shared_intermediate_size: int = 0
+    """Width of the feed-forward that every token takes besides its experts; 0 is none."""
+    dense_layers: list[int] = field(default_factory=list)
+    """Layers that keep a dense feed-forward of model.intermediate_size."""
+    score: RouterScore = RouterScore.softmax
+    """What makes the router's logits comparable: over all experts (Mixtral), or each by itself (DeepSeek-V3)."""
+    norm_topk_prob: bool = True
+    """The weights of a token's experts sum to 1."""
+    routed_scaling_factor: float = 1.0
+    """Multiplies the weights (DeepSeek-V3)."""
+    num_groups: int = 1
+    """Group-limited routing (DeepSeek-V3): experts in so many groups of equal size, ..."""
+    top_groups: int = 1
+    """... of which a token uses those whose two best experts score highest together."""
+    jitter: float = 0.0
+    """The router's input is multiplied by noise in [1 - jitter, 1 + jitter] during training (Switch Transformers)."""
+    capacity_factor: float | None = None
+    """During training an expert takes at most capacity_factor * seq_len * num_experts_per_tok / num_experts tokens of a
+    sequence, rounded up, and drops the others; None drops nothing."""
+    drop_order: DropOrder = DropOrder.probability
+    """Which tokens an expert that is full drops: the least probable, or the last of the sequence."""
+    balance_loss: float = 0.0
+    """Load-balancing loss: coefficient of num_experts * sum of load share * mean probability, summed over layers."""
+    balance_scope: BalanceScope = BalanceScope.global_batch
+    """Over which tokens the load share is taken."""
+    z_loss: float = 0.0
+    """Coefficient of the mean squared log-sum-exp of the router's logits (ST-MoE), summed over layers."""
+    bias_update_rate: float = 0.0
+    """Auxiliary-loss-free balancing: after a step a bias that only the choice sees moves by this much, up for experts
+    below the mean load and down for those above."""
+
+    def check(self, layers: int) -> None:
+        """Raise ConfigError where the numbers do not fit together in a decoder of so many layers."""
+        experts, chosen = self.num_experts, self.num_experts_per_tok
+        if experts == 0 and self != MoEConfig():
+            raise ConfigError(
+                "model.moe.num_experts=0 is a dense model, and the other keys of model.moe then do nothing. Write "
+                "model.moe.num_experts=8 or so, or leave them out."
+            )
+        if experts == 0:
+            return
+        if experts < 2 or self.intermediate_size < 1 or self.shared_intermediate_size < 0:
+            raise ConfigError(
+                f"model.moe.num_experts={experts} must be 0 or at least 2, model.moe.intermediate_size="
+                f"{self.intermediate_size} at least 1 and model.moe.shared_intermediate_size="
+                f"{self.shared_intermediate_size} not negative."
+            )
+        if self.num_groups < 1 or experts % self.num_groups:
+            raise ConfigError(
+                f"model.moe.num_groups={self.num_groups} must divide model.moe.num_experts={experts}, so that groups "
+                f"are alike. Write one of {[n for n in range(1, experts + 1) if experts % n == 0]}."
+            )
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise ConfigError(
+                f"model.moe.top_groups={self.top_groups} must be 1 to model.moe.num_groups={self.num_groups}."
+            )
+        within = experts // self.num_groups * self.top_groups
+        if not 1 <= chosen <= within:
+            raise ConfigError(
+                f"model.moe.num_experts_per_tok={chosen} must be 1 to {within}, the experts that a token may choose "
+                f"from (num_experts={experts} / num_groups={self.num_groups} * top_groups={self.top_groups})."
+            )
+        if sorted(set(self.dense_layers) & set(range(layers))) != self.dense_layers or len(self.dense_layers) == layers:
+            raise ConfigError(
+                f"model.moe.dense_layers={self.dense_layers} must name layers from 0 to {layers - 1} in their order, "
+                f"each once and not all (model.num_hidden_layers={layers})."
+            )
+        if self.capacity_factor is not None and not 0.0 < self.capacity_factor < inf:
+            raise ConfigError(
+                f"model.moe.capacity_factor={self.capacity_factor} must be above 0, or null to drop nothing."
+            )
+        if self.capacity_factor is None and self.drop_order != DropOrder.probability:
+            raise ConfigError(
+                f"model.moe.drop_order={self.drop_order} needs a capacity. Write model.moe.capacity_factor=1.25 or so."
+            )
+        if not 0.0 <= self.jitter < 1.0:
+            raise ConfigError(f"model.moe.jitter={self.jitter} must lie in [0, 1).")
+        for key in ("balance_loss", "z_loss", "bias_update_rate"):
+            if not 0.0 <= getattr(self, key) < inf:
+                raise ConfigError(f"model.moe.{key}={getattr(self, key)} must not be negative, and must be finite.")
+        if not 0.0 < self.routed_scaling_factor < inf:
+            raise ConfigError(f"model.moe.routed_scaling_factor={self.routed_scaling_factor} must be above 0.")
+
+    def capacity(self, seq_len: int) -> int | None:
+        """The most tokens of a sequence that an expert takes; None where nothing is dropped."""
+        if self.capacity_factor is None:
+            return None
+        return min(ceil(self.capacity_factor * seq_len * self.num_experts_per_tok / self.num_experts), seq_len)
+
+
+ROUTING_SCALARS = ("balance_loss", "z_loss", "router_entropy", "dropped", "bias_range", "sent")
+"""What is noted of a layer's router in a training step besides the load of each expert: the two losses before their
+coefficients, the entropy summed over tokens, assignments dropped, the distance between the highest and the lowest bias,
+rows sent to other ranks."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder of the Llama family; field names are those of Hugging Face configurations.
@@ -69,6 +194,11 @@ class ModelConfig:
     """Probability of dropping an element of the embedding and of each residual branch during training."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights; projections into the residual stream use it over sqrt(2 layers)."""
+    moe: MoEConfig = field(default_factory=MoEConfig)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has a mixture of experts in place of its feed-forward."""
+        return self.moe.num_experts > 0 and layer not in self.moe.dense_layers
 
     def check(self) -> None:
         """Raise ConfigError where the numbers do not fit together."""
@@ -121,3 +251,11 @@ class ModelConfig:
             )
         if self.rope.scaling != RopeScaling.none and self.rope.factor < 1.0:
             raise ConfigError(f"model.rope.factor={self.rope.factor} must be at least 1 with scaling on.")
+        self.moe.check(self.num_hidden_layers)
+        if self.moe.num_experts and self.mlp_bias:
+            raise ConfigError("model.mlp_bias=true: experts have no biases. Write model.mlp_bias=false.")
+
+
+def note_columns(config: ModelConfig) -> int:
+    """Columns of a router's notes: the load of each expert, then `ROUTING_SCALARS`."""
+    return config.moe.num_experts + len(ROUTING_SCALARS)

@@ -4,20 +4,24 @@ import math
 
 from models.config import ModelConfig
 
+Linears = dict[str, tuple[tuple[int, ...], bool]]
+"""Shape of a linear map's weight, and whether it has a bias."""
 
-def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter of one decoder layer, under its name within the layer."""
+
+def layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of a decoder layer, under its name within the layer."""
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     query, key_value = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    linears = {
+    linears: Linears = {
         "self_attn.q_proj": ((query, hidden), config.attention_bias),
         "self_attn.k_proj": ((key_value, hidden), config.attention_bias),
         "self_attn.v_proj": ((key_value, hidden), config.attention_bias),
         "self_attn.o_proj": ((hidden, query), config.attention_output_bias),
-        "mlp.gate_proj": ((inner, hidden), config.mlp_bias),
-        "mlp.up_proj": ((inner, hidden), config.mlp_bias),
-        "mlp.down_proj": ((hidden, inner), config.mlp_bias),
     }
+    if config.has_experts(layer):
+        linears |= _expert_shapes(config)
+    else:
+        linears |= _feed_forward_shapes("mlp", hidden, inner, config.mlp_bias)
     norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
     if config.qk_norm:
         norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
@@ -27,6 +31,29 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if bias:
             shapes[f"{name}.bias"] = shape[:1]
     return shapes
+
+
+def _feed_forward_shapes(name: str, hidden: int, inner: int, bias: bool) -> Linears:
+    return {
+        f"{name}.gate_proj": ((inner, hidden), bias),
+        f"{name}.up_proj": ((inner, hidden), bias),
+        f"{name}.down_proj": ((hidden, inner), bias),
+    }
+
+
+def _expert_shapes(config: ModelConfig) -> Linears:
+    hidden, moe = config.hidden_size, config.moe
+    stacked = _feed_forward_shapes("mlp.experts", hidden, moe.intermediate_size, False)
+    linears: Linears = {"mlp.gate": ((moe.num_experts, hidden), False)}
+    linears |= {name: ((moe.num_experts, *shape), bias) for name, (shape, bias) in stacked.items()}
+    if moe.shared_intermediate_size:
+        linears |= _feed_forward_shapes("mlp.shared_experts", hidden, moe.shared_intermediate_size, False)
+    return linears
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter is a stack over experts."""
+    return "mlp.experts." in name
 
 
 def end_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -44,19 +71,31 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter of the whole decoder, under its full name."""
     shapes = end_shapes(config)
     for layer in range(config.num_hidden_layers):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes(config).items()}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes(config, layer).items()}
     return shapes
 
 
-def parameters_per_layer(config: ModelConfig) -> int:
-    """Parameters of one decoder layer."""
-    return sum(math.prod(shape) for shape in layer_shapes(config).values())
+def parameters_per_layer(config: ModelConfig) -> list[int]:
+    """Parameters of every decoder layer."""
+    return [sum(map(math.prod, layer_shapes(config, layer).values())) for layer in range(config.num_hidden_layers)]
+
+
+def active_parameters_per_layer(config: ModelConfig) -> list[int]:
+    """Parameters of every decoder layer that one token meets: of a mixture's experts only those it is sent to."""
+    idle = config.moe.num_experts - config.moe.num_experts_per_tok
+    unused = idle * 3 * config.hidden_size * config.moe.intermediate_size
+    counts = parameters_per_layer(config)
+    return [count - unused * config.has_experts(layer) for layer, count in enumerate(counts)]
 
 
 def parameter_count(config: ModelConfig) -> int:
     """Parameters of the whole decoder; a tied embedding counts once."""
-    ends = sum(math.prod(shape) for shape in end_shapes(config).values())
-    return ends + config.num_hidden_layers * parameters_per_layer(config)
+    return sum(map(math.prod, end_shapes(config).values())) + sum(parameters_per_layer(config))
+
+
+def active_parameter_count(config: ModelConfig) -> int:
+    """Parameters that one token meets, embedding and output layer included; of a dense decoder all."""
+    return sum(map(math.prod, end_shapes(config).values())) + sum(active_parameters_per_layer(config))
 
 
 def attended_pairs(config: ModelConfig, seq_len: int, causal: bool) -> int:
@@ -70,15 +109,27 @@ def attended_pairs(config: ModelConfig, seq_len: int, causal: bool) -> int:
 def forward_flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> float:
     """Floating-point operations of a forward pass per token, a multiply-add counting two.
 
-    Matrix products only: the projections, the output layer, and attention's two products over `attended_pairs`.
+    Matrix products only: the projections, the output layer, attention's two products over `attended_pairs`, and of a
+    mixture of experts the router and the experts that a token is sent to (none dropped).
     The *full* convention (causal=False; PaLM's appendix B, Megatron's formula) counts the masked half of the scores
     too; the *causal* one counts what a causal kernel has to do. Tables in papers use either: name which.
     """
     hidden, head_dim = config.hidden_size, config.head_dim
     query, key_value = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    weights = hidden * (query + 2 * key_value) + query * hidden + 3 * hidden * config.intermediate_size
+    attention = hidden * (query + 2 * key_value) + query * hidden
     products = 2 * 2 * query * attended_pairs(config, seq_len, causal) / seq_len
-    return config.num_hidden_layers * (2 * weights + products) + 2 * hidden * config.vocab_size
+    feed_forward = sum(_feed_forward_weights(config, layer) for layer in range(config.num_hidden_layers))
+    layers = config.num_hidden_layers * (2 * attention + products) + 2 * feed_forward
+    return layers + 2 * hidden * config.vocab_size
+
+
+def _feed_forward_weights(config: ModelConfig, layer: int) -> int:
+    """Weights that one token is multiplied with in a layer's feed-forward."""
+    hidden, moe = config.hidden_size, config.moe
+    if not config.has_experts(layer):
+        return 3 * hidden * config.intermediate_size
+    chosen = moe.num_experts_per_tok * moe.intermediate_size + moe.shared_intermediate_size
+    return hidden * moe.num_experts + 3 * hidden * chosen
 
 
 def training_flops_per_token(config: ModelConfig, seq_len: int, causal: bool = True) -> float:

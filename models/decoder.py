@@ -13,6 +13,7 @@ from models.dropout import DropoutKey, dropout
 from models.feed_forward import FeedForward
 from models.loss import WholeVocabulary, linear_cross_entropy
 from models.mask import AttentionMask
+from models.moe import MixtureOfExperts, RoutingStep
 from models.norm import RMSNorm
 from models.rotary import rotary_tables
 
@@ -30,7 +31,11 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = FeedForward(config)
+        self.mlp = (
+            MixtureOfExperts(config, index)
+            if config.has_experts(index)
+            else FeedForward(config, config.intermediate_size)
+        )
 
     def forward(
         self,
@@ -39,11 +44,13 @@ class DecoderLayer(nn.Module):
         mask: Any,
         dropout_key: DropoutKey | None = None,
         cache: KeyValueCache | None = None,
+        routing: RoutingStep | None = None,
     ) -> Tensor:
         """(batch, seq, hidden) to (batch, seq, hidden)."""
         attention = self.self_attn(self.input_layernorm(x), rotary, mask, cache)
         x = x + dropout(attention, self.dropout, f"layers.{self.index}.self_attn", dropout_key)
-        feed_forward = self.mlp(self.post_attention_layernorm(x))
+        told = (dropout_key, routing) if isinstance(self.mlp, MixtureOfExperts) else ()
+        feed_forward = self.mlp(self.post_attention_layernorm(x), *told)
         return x + dropout(feed_forward, self.dropout, f"layers.{self.index}.mlp", dropout_key)
 
 
@@ -84,6 +91,7 @@ class DecoderBody(nn.Module):
         document_ids: Tensor | None,
         dropout_key: DropoutKey | None,
         caches: Sequence[KeyValueCache] | None,
+        routing: RoutingStep | None,
     ) -> Tensor:
         if not x.is_floating_point():
             assert self.embed_tokens is not None
@@ -92,7 +100,7 @@ class DecoderBody(nn.Module):
         length, cached = positions.shape[1], len(caches[0]) if caches else 0
         mask = self.mask_of(length, cached + length, self.config.sliding_window, document_ids)
         for index, layer in enumerate(self.layers.values()):
-            x = layer(x, rotary, mask, dropout_key, caches[index] if caches else None)
+            x = layer(x, rotary, mask, dropout_key, caches[index] if caches else None, routing)
         return x if self.norm is None else self.norm(x)
 
 
@@ -139,6 +147,7 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         dropout_key: DropoutKey | None = None,
         caches: Sequence[KeyValueCache] | None = None,
+        routing: RoutingStep | None = None,
     ) -> Tensor:
         """int64 tokens (batch, seq) to logits (batch, seq, vocabulary), or with labels to the sum of token losses.
 
@@ -147,9 +156,11 @@ class Decoder(nn.Module):
 
         `positions` count within each document (default: from 0, or from the end of the caches); `document_ids` keep
         attention within a document; labels are already shifted, so that labels[:, i] is what follows tokens[:, i].
+        `routing` makes mixtures of experts balance and take notes, as in training; `dropout_key` then says which tokens
+        these are.
         """
         if positions is None:
             cached = len(caches[0]) if caches else 0
             positions = torch.arange(cached, cached + tokens.shape[1], device=tokens.device).expand(tokens.shape)
-        x = self.model(tokens, positions, document_ids, dropout_key, caches)
-        return x if self.lm_head is None else self.lm_head(x, labels)
+        x = self.model(tokens, positions, document_ids, dropout_key, caches, routing)
+        return x if self.lm_head is None or (routing and routing.counting) else self.lm_head(x, labels)

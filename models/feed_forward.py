@@ -9,11 +9,11 @@ from models.config import ModelConfig
 class FeedForward(nn.Module):
     """down(silu(gate(x)) * up(x)). Parameter names are those of Hugging Face."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, seq, hidden) to (batch, seq, hidden)."""

@@ -1,16 +1,38 @@
-"""Our configuration as a Hugging Face one, for parity tests and export. Parameter names are equal already."""
+"""Our configuration and parameter names as Hugging Face's, for parity tests and export.
+
+Names are equal but for experts, which are stacked here and stand one by one in published checkpoints.
+"""
 
 from typing import Any
 
-from models.config import ModelConfig, RopeScaling
+from models.config import ModelConfig, MoEConfig, RopeScaling
+from models.counts import is_expert
 from models.errors import ConfigError
+
+_MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+_CLASSES = {"qwen3_moe": "Qwen3Moe"}
+
+
+def published_names(config: ModelConfig, name: str) -> list[str]:
+    """The names that a parameter has in a published checkpoint: for a stack of experts one for each, in order."""
+    mixtral = config.moe.num_experts > 0 and architecture(config) == "mixtral"
+    if not is_expert(name):
+        return [name.replace(".mlp.gate.", ".block_sparse_moe.gate.") if mixtral else name]
+    layer, _, linear = name.partition(".mlp.experts.")
+    if not mixtral:
+        return [f"{layer}.mlp.experts.{expert}.{linear}" for expert in range(config.moe.num_experts)]
+    linear = f"{_MIXTRAL[linear.removesuffix('.weight')]}.weight"
+    return [f"{layer}.block_sparse_moe.experts.{expert}.{linear}" for expert in range(config.moe.num_experts)]
 
 
 def architecture(config: ModelConfig) -> str:
-    """The Hugging Face model type that computes what this configuration says: llama, mistral, qwen2 or qwen3.
+    """The Hugging Face model type that computes what this configuration says.
 
-    Raises ConfigError where no public family has this mix of options.
+    One of llama, mistral, qwen2, qwen3, mixtral and qwen3_moe. Raises ConfigError where no public family has this mix
+    of options.
     """
+    if config.moe.num_experts:
+        return _mixture(config)
     if config.qk_norm and not config.mlp_bias and config.attention_bias == config.attention_output_bias:
         return "qwen3"
     if config.qk_norm:
@@ -25,6 +47,26 @@ def architecture(config: ModelConfig) -> str:
         f"No Hugging Face family has attention_bias={config.attention_bias}, "
         f"attention_output_bias={config.attention_output_bias}, mlp_bias={config.mlp_bias} and "
         f"sliding_window={config.sliding_window} together."
+    )
+
+
+def _mixture(config: ModelConfig) -> str:
+    moe, plain = config.moe, MoEConfig()
+    names = ("score", "shared_intermediate_size", "num_groups", "routed_scaling_factor", "bias_update_rate")
+    own = [name for name in names if getattr(moe, name) != getattr(plain, name)]
+    if own:
+        values = ", ".join(f"model.moe.{name}={getattr(moe, name)}" for name in own)
+        raise ConfigError(f"Neither Mixtral nor Qwen3-MoE has {values}, so no Hugging Face model computes this.")
+    if config.qk_norm and config.attention_bias == config.attention_output_bias:
+        return "qwen3_moe"
+    if not (config.qk_norm or config.attention_bias or config.attention_output_bias or moe.dense_layers):
+        if not moe.norm_topk_prob:
+            raise ConfigError("Mixtral's weights sum to 1. Write model.moe.norm_topk_prob=true.")
+        return "mixtral"
+    raise ConfigError(
+        f"No Hugging Face family has experts with qk_norm={config.qk_norm}, attention_bias={config.attention_bias}, "
+        f"attention_output_bias={config.attention_output_bias} and moe.dense_layers={moe.dense_layers} together "
+        f"(Mixtral: none of them; Qwen3-MoE: qk_norm)."
     )
 
 
@@ -44,7 +86,7 @@ def config_dict(config: ModelConfig) -> dict[str, Any]:
     family = architecture(config)
     result = {
         "model_type": family,
-        "architectures": [family.capitalize() + "ForCausalLM"],
+        "architectures": [_CLASSES.get(family, family.capitalize()) + "ForCausalLM"],
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -59,7 +101,21 @@ def config_dict(config: ModelConfig) -> dict[str, Any]:
         "initializer_range": config.initializer_range,
         "hidden_act": "silu",
     }
-    if family in ("llama", "qwen3"):
+    if family in ("mixtral", "qwen3_moe"):
+        result |= {
+            "num_experts" if family == "qwen3_moe" else "num_local_experts": config.moe.num_experts,
+            "num_experts_per_tok": config.moe.num_experts_per_tok,
+            "router_aux_loss_coef": config.moe.balance_loss,
+        }
+    if family == "mixtral":  # all of its feed-forwards are experts
+        result["intermediate_size"] = config.moe.intermediate_size
+    if family == "qwen3_moe":
+        result |= {
+            "moe_intermediate_size": config.moe.intermediate_size,
+            "mlp_only_layers": list(config.moe.dense_layers),
+            "norm_topk_prob": config.moe.norm_topk_prob,
+        }
+    if family in ("llama", "qwen3", "qwen3_moe"):
         result["attention_bias"] = config.attention_bias
     if family == "llama":
         result["mlp_bias"] = config.mlp_bias

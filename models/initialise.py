@@ -28,6 +28,8 @@ def initialise(
 ) -> None:
     """Set every parameter in place: norms 1, biases 0, weights normal. `fill` writes a normal weight, sharded or whole.
 
+    A stack over experts is filled as one tensor, so that a block of it has the same values wherever it lies.
+
     Raises AssertionError for a parameter this function has no rule for.
     """
     for name, parameter in model.named_parameters():
@@ -36,5 +38,7 @@ def initialise(
         elif name.endswith(".bias"):
             parameter.zero_()
         else:
-            assert parameter.dim() == 2, f"no rule to initialise {name} of shape {tuple(parameter.shape)}"
+            assert parameter.dim() in (2, 3), f"no rule to initialise {name} of shape {tuple(parameter.shape)}"
             fill(parameter, seed, name, initial_std(config, name))
+    for buffer in model.buffers():  # routers' biases
+        buffer.zero_()

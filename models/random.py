@@ -90,7 +90,15 @@ def keep_mask(sample: Tensor, position: Tensor, channels: int, probability: floa
     `sample` and `position` (int64, equal shapes) say which token of the step a row is; `key` stands for
     (seed, step, place).
     """
+    return _token_words(sample, position, channels, key) >= round(probability * 2**32)
+
+
+def uniform_noise(sample: Tensor, position: Tensor, channels: int, key: int) -> Tensor:
+    """Uniform numbers in (0, 1), float64 (..., channels), one row per token as in `keep_mask`."""
+    return uniform(_token_words(sample, position, channels, key))
+
+
+def _token_words(sample: Tensor, position: Tensor, channels: int, key: int) -> Tensor:
     group = torch.arange(-(-channels // 4), device=sample.device)
     words = philox((group, sample.unsqueeze(-1), position.unsqueeze(-1), torch.zeros_like(group)), key)
-    bits = torch.stack(words, dim=-1).flatten(-2)[..., :channels]
-    return bits >= round(probability * 2**32)
+    return torch.stack(words, dim=-1).flatten(-2)[..., :channels]

@@ -76,6 +76,16 @@ def exchange(transfer: Transfer, group: ProcessGroup, tag: int) -> list[dist.Wor
     return dist.batch_isend_irecv(operations) if operations else []
 
 
+def all_gather_into(out: Tensor, x: Tensor, group: ProcessGroup | None) -> None:
+    """`all_gather` along the first dimension into a tensor that is there."""
+    _all_gather(out, x, group=group)
+
+
+def reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup | None) -> None:
+    """`reduce_scatter` along the first dimension into a tensor that is there."""
+    _reduce_scatter(out, x, group=group)
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, sequence: bool) -> Tensor:

@@ -79,6 +79,9 @@ class ParallelismConfig:
     """Sequences that cp does not divide are filled up with tokens that do not count; false refuses them."""
     ep: int = 1
     etp: int = 1
+    ep_nodes: int = 1
+    """Nodes that the ranks of one ep group span: tokens then go to their rank's place inside the node first and between
+    nodes afterwards, in fewer and larger messages; 1 is one exchange for all."""
     dp_replicate: int = 1
     dp_shard: int = -1
     """-1 is what is left of the world."""
@@ -98,6 +101,9 @@ class FloatType(StrEnum):
     float64 = "float64"
     float32 = "float32"
     bfloat16 = "bfloat16"
+
+
+BYTES = {FloatType.float64: 8, FloatType.float32: 4, FloatType.bfloat16: 2}
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,18 @@
 """The gradient norm of the whole model, clipping by it, and what happens when it is not finite."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ReduceOp
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import ProcessGroup, ReduceOp
 from torch.optim import Optimizer
 
 from models.errors import RunError
 from parallel.collectives import all_reduce
-from parallel.layout import AXES
+from parallel.layout import AXES, EXPERT_AXES
 from parallel.sharded import local, split_axes
 
 
@@ -28,7 +28,11 @@ class ClipResult:
     factor: Tensor
 
 
-def gradient_norm(model: nn.Module, mesh: DeviceMesh, counted_elsewhere: nn.Parameter | None = None) -> Tensor:
+GroupOf = Callable[[str], ProcessGroup]
+"""The group of an axis by its name."""
+
+
+def gradient_norm(model: nn.Module, group: GroupOf, counted_elsewhere: nn.Parameter | None = None) -> Tensor:
     """L2 norm of all gradients, each parameter counted once however it is split, in float32 or better: a scalar.
 
     Squares are summed per set of axes that parameters are split over; each axis then adds up, in one all-reduce, those
@@ -42,23 +46,23 @@ def gradient_norm(model: nn.Module, mesh: DeviceMesh, counted_elsewhere: nn.Para
             square = _precise(local(parameter.grad)).square().sum()
             sums[axes] = sums[axes] + square if axes in sums else square
     # Every rank holds the same parameters up to their splits, so that this order is the same everywhere.
-    for axis in AXES[1:]:
+    for axis in dict.fromkeys(AXES[1:] + EXPERT_AXES[1:]):
         split = [axes for axes in sums if axis in axes]
         if split:
-            total = all_reduce(torch.stack([sums[axes] for axes in split]), mesh.get_group(axis))
+            total = all_reduce(torch.stack([sums[axes] for axes in split]), group(axis))
             sums |= dict(zip(split, total, strict=True))
-    return all_reduce(torch.stack(list(sums.values())).sum(), mesh.get_group("pp")).sqrt()
+    return all_reduce(torch.stack(list(sums.values())).sum(), group("pp")).sqrt()
 
 
 @torch.no_grad()
 def clip_gradients(
-    model: nn.Module, limit: float | None, mesh: DeviceMesh, counted_elsewhere: nn.Parameter | None = None
+    model: nn.Module, limit: float | None, group: GroupOf, counted_elsewhere: nn.Parameter | None = None
 ) -> ClipResult:
     """Scale all gradients by min(1, limit / norm); a limit of None scales nothing and still gives the norm.
 
     A norm that is not finite on any rank is NaN on all, and then nothing is scaled.
     """
-    norm = gradient_norm(model, mesh, counted_elsewhere)
+    norm = gradient_norm(model, group, counted_elsewhere)
     bad = all_reduce((~torch.isfinite(norm)).float(), dist.group.WORLD, ReduceOp.MAX)
     norm = norm.where(bad == 0.0, float("nan"))
     if limit is None:

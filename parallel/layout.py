@@ -93,6 +93,13 @@ def mesh_layout(layout: Layout, zero: int) -> Layout:
     return Layout(layout.pp, layout.dp_replicate * shard, 1, 1, layout.tp, layout.ep, layout.etp)
 
 
+def expert_mesh_sizes(layout: Layout, zero: int) -> list[int]:
+    """Sizes of `EXPERT_AXES` that the mesh of experts is built from; with zero=0 a shard is one rank here too."""
+    if zero > 0:
+        return [layout.pp, layout.dp_replicate, layout.expert_dp, layout.ep, layout.etp]
+    return [layout.pp, layout.dp_replicate * layout.expert_dp, 1, layout.ep, layout.etp]
+
+
 def piece(size: int, ranks: int, rank: int) -> range:
     """Which indices of a dimension a rank holds: equal pieces of ceil(size / ranks), the last ones shorter or empty."""
     length = -(-size // ranks)
@@ -142,8 +149,10 @@ def resolve(parallelism: ParallelismConfig, world: int, nodes: int = 1) -> Layou
             f"(cluster.nodes * cluster.devices_per_node); {advice}."
         )
     if (layout.dp_shard * layout.cp * layout.tp) % (layout.ep * layout.etp):
+        inner = layout.dp_shard * layout.cp * layout.tp
+        legal = [n for n in range(1, inner + 1) if inner % n == 0]
         raise ConfigError(
-            f"parallelism.ep={layout.ep} * etp={layout.etp} must divide dp_shard * cp * tp = "
-            f"{layout.dp_shard * layout.cp * layout.tp}."
+            f"parallelism.ep={layout.ep} * etp={layout.etp} must divide dp_shard * cp * tp = {inner}, the ranks that "
+            f"experts are dealt out over. Write a product among {legal}."
         )
     return layout

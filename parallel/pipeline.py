@@ -61,7 +61,7 @@ class Pipeline:
             config.model.hidden_size,
         )
         self._divisor = torch.ones((), device=device)
-        self._key_of: Callable[[Batch], Any] = lambda _: None
+        self._told: Callable[[Batch], dict[str, Any]] = lambda _: {}
         self._clock = Clock(device)
         self.recording = Recording(self._clock)
         """When the actions of the last step ran."""
@@ -85,12 +85,12 @@ class Pipeline:
             return self.rank_of_stage(next(stage for stage, layers in enumerate(split) if layer in layers))
         return self.rank_of_stage(0 if "embed_tokens" in name else self.last_stage)
 
-    def forward_backward(self, batch: Batch, divisor: Tensor, key_of: Callable[[Batch], Any]) -> Tensor:
+    def forward_backward(self, batch: Batch, divisor: Tensor, told: Callable[[Batch], dict[str, Any]]) -> Tensor:
         """All microbatches through the schedule; returns the sum of losses over `divisor`, 0 where there is no loss.
 
-        `key_of` gives the dropout key of a microbatch.
+        `told` gives what the decoder is told of a microbatch besides: named arguments.
         """
-        self._divisor, self._key_of = divisor, key_of
+        self._divisor, self._told = divisor, told
         self.recording = Recording(self._clock)
         inputs = (batch["tokens"],) if 0 in self.parts else ()
         losses: list[Tensor] = []
@@ -100,12 +100,12 @@ class Pipeline:
         return torch.stack(losses).detach().sum() if self.holds_loss else divisor.new_zeros((), dtype=self._loss_dtype)
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Tensor | None:
+    def forward(self, batch: Batch, told: Callable[[Batch], dict[str, Any]] = lambda _: {}) -> Tensor | None:
         """Sum of token losses of one microbatch of any length, on the rank that holds the loss; None elsewhere.
 
         Stages follow one another without a schedule: while the later ones work, the first go on to the next batch.
         """
-        self._key_of = lambda _: None
+        self._told = told
         x: Tensor | None = None
         for number, part in self.parts.items():
             if number == 0:
@@ -131,6 +131,7 @@ class Pipeline:
 
     def _stage(self, number: int, part: Decoder) -> PipelineStage:
         part.register_forward_pre_hook(self._unpack, with_kwargs=True)
+        part.register_forward_hook(lambda _, args, output: output.contiguous())  # what is sent must be
         hidden = torch.empty(self.hidden_shape, dtype=self._dtype, device="meta", requires_grad=True)
         tokens = torch.empty(self.hidden_shape[0], self.length, dtype=torch.int64, device="meta")
         loss = torch.empty((), dtype=self._loss_dtype, device="meta", requires_grad=True)
@@ -150,8 +151,7 @@ class Pipeline:
         """What a microbatch carries, as the arguments that the decoder takes."""
         named: dict[str, Any] = {"positions": carried["positions"], "labels": carried["labels"]}
         named["document_ids"] = carried["document_ids"] if self.config.data.document_mask else None
-        named["dropout_key"] = self._key_of(carried)
-        return args, named
+        return args, named | self._told(carried)
 
     def _schedule(self, stages: list[PipelineStage], microbatches: int) -> Any:
         parallelism = self.config.parallelism

@@ -4,16 +4,32 @@ A parameter that is not split is an ordinary tensor and all of this is the ident
 """
 
 import logging
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from models.random import fill_normal
+from parallel.layout import piece
 
 # Gathering over two axes in turn is slower than over one; `whole` is for looking at values, not for training.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def block_parameter(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
+    """A parameter that is this rank's block of `whole` (on the meta device), split over the axes of `mesh`."""
+    shape, place = list(whole.shape), mesh.get_coordinate()
+    assert place is not None
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            shape[placement.dim] = len(piece(shape[placement.dim], mesh.size(axis), place[axis]))
+    block = torch.empty(shape, dtype=whole.dtype, device=whole.device)
+    return nn.Parameter(
+        DTensor.from_local(block, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    )
 
 
 def local(x: Tensor) -> Tensor:

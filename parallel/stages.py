@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from models.config import ModelConfig
-from models.counts import parameters_per_layer
+from models.counts import active_parameters_per_layer
 from models.errors import ConfigError
 from parallel.config import ParallelismConfig
 from parallel.schedule import INPUT, read_csv
@@ -48,9 +48,9 @@ def split_layers(model: ModelConfig, parallelism: ParallelismConfig) -> list[ran
     """The layers of every stage: each layer stands in exactly one.
 
     `even` deals out layers, the first stages taking one more where they do not divide. `balanced` weighs stages by
-    their multiply-adds per token, the output layer counted with the last, and makes the slowest as fast as can be. A
-    list says how many layers each stage has. Raises ConfigError where there are more stages than layers, or a list
-    that does not add up.
+    their multiply-adds per token, the output layer counted with the last, and makes the slowest as fast as can be; a
+    layer of experts costs what a token meets of it, and all layers the same, their mean. A list says how many layers
+    each stage has. Raises ConfigError where there are more stages than layers, or a list that does not add up.
     """
     layers, stages = model.num_hidden_layers, stage_count(parallelism)
     if stages > layers:
@@ -60,7 +60,7 @@ def split_layers(model: ModelConfig, parallelism: ParallelismConfig) -> list[ran
         )
     split = parallelism.pp_split
     if split == "balanced":
-        head = model.vocab_size * model.hidden_size / parameters_per_layer(model)
+        head = model.vocab_size * model.hidden_size / (sum(active_parameters_per_layer(model)) / layers)
         counts = _balanced(layers, stages, head)
     elif split == "even":
         counts = [layers // stages + (stage < layers % stages) for stage in range(stages)]

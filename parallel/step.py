@@ -7,11 +7,13 @@ place, summed over microbatches and ranks and divided by the step's valid tokens
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from models.counts import parameter_shapes
@@ -22,12 +24,15 @@ from parallel.balance import ring_and_ulysses
 from parallel.collectives import all_reduce
 from parallel.config import Config
 from parallel.context import Context
+from parallel.expert import ExpertGroups, connect_experts, mixtures, split_experts
 from parallel.gradients import ClipResult, clip_gradients
-from parallel.layout import AXES, Layout, mesh_layout
+from parallel.layout import AXES, EXPERT_AXES, Layout, expert_mesh_sizes, mesh_layout
 from parallel.loss import valid_tokens
 from parallel.pipeline import Pipeline, build_parts, exchange_tied_gradients, tied_weight
 from parallel.precision import DTYPES
 from parallel.recompute import apply_recompute
+from parallel.route import node_groups
+from parallel.routing import RoutingBook
 from parallel.sharded import fill_block, whole
 from parallel.tensor import split_tensors, sum_partial_gradients
 from parallel.zero import before_microbatch, shard
@@ -48,10 +53,20 @@ class ParallelModel:
     """Parameters whose gradients tp ranks must still sum."""
     pipeline: Pipeline | None = None
     context: Context | None = None
+    expert_mesh: DeviceMesh | None = None
+    """The ranks as experts see them; None for a dense decoder."""
+    routing: RoutingBook | None = None
+    """What routers did in the last step; None for a dense decoder."""
 
     def own_part(self, batch: Batch) -> Batch:
         """What this rank holds of its data rank's batch: everything without context parallelism."""
         return batch if self.context is None else self.context.cut(batch)
+
+    def group(self, axis: str) -> ProcessGroup:
+        """This rank's group along an axis of either mesh."""
+        mesh = self.mesh if axis in AXES else self.expert_mesh
+        assert mesh is not None
+        return mesh.get_group(axis)
 
     def sum_over_data(self, x: Tensor) -> Tensor:
         """Sum over all ranks that have tokens of their own, data and context ranks; the same on every rank."""
@@ -106,15 +121,23 @@ def parallelize(
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     model = ParallelModel(decoder, config, layout, mesh)
     decoder.to(DTYPES[precision.master])
+    if config.model.moe.num_experts:
+        sizes = tuple(expert_mesh_sizes(layout, parallelism.zero))
+        model.expert_mesh = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=EXPERT_AXES)
+        if layout.ep * layout.etp > 1:
+            split_experts(decoder, model.expert_mesh["ep", "etp"])
+        connect_experts(decoder, _expert_groups(model))
+        model.routing = RoutingBook(config, layout, mixtures(decoder), device)
     if layout.tp > 1:
         model.partial = split_tensors(decoder, mesh["tp"], parallelism)
     apply_recompute(decoder, parallelism.recompute, keep_attention=ring_and_ulysses(parallelism)[0] == 1)
     parts = build_parts(decoder, parallelism, mesh.get_local_rank("pp"))
     for part in parts.values():
-        if layout.dp * layout.cp > 1 or precision.compute != precision.master:
-            # An axis of one rank would still cost FSDP2 a collective.
-            axes = ("dp_replicate", "dp_shard") if mesh.size(AXES.index("dp_replicate")) > 1 else ("dp_shard",)
-            shard(part, mesh[axes], parallelism, precision)
+        # An axis of one rank would still cost FSDP2 a collective.
+        copies = layout.dp_replicate * layout.expert_dp if config.model.moe.num_experts else 1
+        if layout.dp * layout.cp > 1 or copies > 1 or precision.compute != precision.master:
+            expert_mesh = None if model.expert_mesh is None else _data_axes(model.expert_mesh, "expert_dp")
+            shard(part, _data_axes(mesh, "dp_shard"), expert_mesh, parallelism, precision)
         with fake or nullcontext():
             part.to_empty(device="cpu" if parallelism.offload else device)
     decoder.tie_weights()
@@ -129,21 +152,39 @@ def parallelize(
     return model
 
 
+def _data_axes(mesh: DeviceMesh, split: str) -> DeviceMesh:
+    return mesh["dp_replicate", split] if mesh["dp_replicate"].size() > 1 else mesh[split]
+
+
+def _expert_groups(model: ParallelModel) -> ExpertGroups:
+    parallelism, layout = model.config.parallelism, model.layout
+    # The mesh takes context ranks for data ranks, so that it has no group of those that share sequences.
+    cp = (dist.new_subgroups_by_enumeration(layout.groups("cp").tolist())[0],) if layout.cp > 1 else ()
+    return ExpertGroups(
+        ep=model.group("ep"),
+        etp=model.group("etp"),
+        tokens=model.group("tp") if layout.tp > 1 and not parallelism.sequence_parallel else None,
+        sequence=(*cp, model.group("tp")),
+        step=tuple(model.group(axis) for axis in AXES[1:]),
+        nodes=node_groups(layout, parallelism.ep_nodes),
+    )
+
+
 def microbatches(batch: Batch, size: int) -> list[Batch]:
     """A data rank's batch in pieces of `size` sequences."""
     count = batch["tokens"].shape[0] // size
     return [{key: value[i * size : (i + 1) * size] for key, value in batch.items()} for i in range(count)]
 
 
-def token_loss(decoder: Decoder, batch: Batch, config: Config, key: DropoutKey | None = None) -> Tensor:
-    """Sum of the token losses of a microbatch."""
+def token_loss(decoder: Decoder, batch: Batch, config: Config, told: dict[str, Any] | None = None) -> Tensor:
+    """Sum of the token losses of a microbatch; `told` is what the decoder is told of it besides."""
     document_ids = batch["document_ids"] if config.data.document_mask else None
-    return decoder(batch["tokens"], batch["positions"], document_ids, batch["labels"], key)
+    return decoder(batch["tokens"], batch["positions"], document_ids, batch["labels"], **told or {})
 
 
 def dropout_key(model: ParallelModel, batch: Batch, step: int) -> DropoutKey | None:
-    """What the dropout masks of a microbatch depend on; None where there is no dropout."""
-    if model.config.model.dropout == 0.0:
+    """Which tokens of which step a microbatch is; None where neither dropout nor routing needs to know."""
+    if model.config.model.dropout == 0.0 and model.routing is None:
         return None
     length = batch["labels"].shape[1]
     places = batch["places"] if "places" in batch else torch.arange(length, device=batch["labels"].device).unsqueeze(0)
@@ -159,24 +200,54 @@ def forward_backward(model: ParallelModel, batch: Batch, step: int) -> tuple[Ten
     batch = model.own_part(batch)
     tokens = model.sum_over_data(valid_tokens(batch["labels"]))
     divisor = tokens.clamp_min(1)
+    told = _what_is_told(model, batch, step)
     if model.pipeline is not None:
-        loss = model.pipeline.forward_backward(batch, divisor, lambda piece: dropout_key(model, piece, step))
+        loss = model.pipeline.forward_backward(batch, divisor, told)
     else:
-        loss = _one_after_another(model, batch, divisor, step)
+        loss = _one_after_another(model, batch, divisor, told)
     if model.partial:
         sum_partial_gradients(model.decoder, model.partial, model.mesh.get_group("tp"))
     if model.pipeline is not None:
         exchange_tied_gradients(model.decoder, model.pipeline)
+    if model.routing is not None:
+        model.routing.close()
     return loss, tokens
 
 
-def _one_after_another(model: ParallelModel, batch: Batch, divisor: Tensor, step: int) -> Tensor:
+Told = Callable[[Batch], dict[str, Any]]
+
+
+def _what_is_told(model: ParallelModel, batch: Batch, step: int) -> Told:
+    """For a microbatch: its dropout key, and what its routers are told.
+
+    Routers that balance the global batch must know its load before the first backward pass: with several microbatches
+    that takes one more forward pass of all of them.
+    """
+    routing = model.routing
+
+    def told(piece: Batch) -> dict[str, Any]:
+        key = dropout_key(model, piece, step)
+        return {"dropout_key": key} if routing is None else {"dropout_key": key, "routing": routing.step_of(piece)}
+
+    if routing is not None:
+        routing.open(batch)
+        if routing.must_count:
+            with routing.counting(), torch.no_grad():
+                for piece in microbatches(batch, model.config.data.micro_batch):
+                    if model.pipeline is not None:
+                        model.pipeline.forward(piece, told)
+                    else:
+                        token_loss(model.decoder, piece, model.config, told(piece))
+    return told
+
+
+def _one_after_another(model: ParallelModel, batch: Batch, divisor: Tensor, told: Told) -> Tensor:
     config = model.config
     pieces = microbatches(batch, config.data.micro_batch)
     losses = []
     for index, piece in enumerate(pieces):
         before_microbatch(model.decoder, config.parallelism.zero, last=index == len(pieces) - 1)
-        loss = token_loss(model.decoder, piece, config, dropout_key(model, piece, step)) / divisor
+        loss = token_loss(model.decoder, piece, config, told(piece)) / divisor
         loss.backward()
         losses.append(loss.detach())
     return torch.stack(losses).sum()
@@ -189,7 +260,7 @@ def evaluate(model: ParallelModel, batch: Batch) -> Tensor | None:
     None on a rank that does not hold the last pipeline stage.
     """
     if model.pipeline is not None:
-        return model.pipeline.evaluate(batch)
+        return model.pipeline.forward(batch)
     return token_loss(model.decoder, batch, model.config)
 
 
@@ -198,4 +269,4 @@ def clip(model: ParallelModel) -> ClipResult:
     counted_elsewhere = None
     if model.pipeline is not None and model.pipeline.holds_loss:
         counted_elsewhere = tied_weight(model.decoder, model.pipeline)
-    return clip_gradients(model.decoder, model.config.trainer.gradient_clip, model.mesh, counted_elsewhere)
+    return clip_gradients(model.decoder, model.config.trainer.gradient_clip, model.group, counted_elsewhere)

@@ -93,7 +93,8 @@ class QuintetStrategy(ModelParallelStrategy):
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss, tokens = forward_backward(self.parallel, batch, self.module.trainer.global_step)
-        self.module.step_metrics = {"loss": loss, "tokens": tokens}
+        routing = {} if self.parallel.routing is None else self.parallel.routing.metrics()
+        self.module.step_metrics = {"loss": loss, "tokens": tokens, **routing}
         return loss
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -14,18 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from models.attention import Attention
 from models.decoder import Decoder, DecoderLayer, OutputLayer
 from models.feed_forward import FeedForward
+from models.moe import MixtureOfExperts
 from models.norm import RMSNorm, rms_norm
+from models.router import Decision, Router
 from parallel.async_tensor import gather_matmul, matmul_scatter, open_symmetric_memory
 from parallel.collectives import all_reduce, enter_tensor_parallel, leave_tensor_parallel
 from parallel.config import ParallelismConfig
 from parallel.layout import piece
 from parallel.loss import GatheredVocabulary, VocabularyShard
-from parallel.sharded import local
+from parallel.sharded import block_parameter, local
 
 
 def split_tensors(decoder: Decoder, mesh: DeviceMesh, parallelism: ParallelismConfig) -> list[str]:
@@ -42,7 +44,10 @@ def split_tensors(decoder: Decoder, mesh: DeviceMesh, parallelism: ParallelismCo
     for layer in decoder.model.layers.values():
         assert isinstance(layer, DecoderLayer)
         _split_attention(layer.self_attn, axis)
-        _split_feed_forward(layer.mlp, axis)
+        if isinstance(layer.mlp, MixtureOfExperts):
+            _split_mixture(layer.mlp, axis)
+        else:
+            _split_feed_forward(layer.mlp, axis)
         axis.hold_whole(layer.input_layernorm, partial=sequence_parallel)
         axis.hold_whole(layer.post_attention_layernorm, partial=sequence_parallel)
     axis.hold_whole(decoder.model.norm, partial=sequence_parallel)
@@ -76,14 +81,7 @@ class _Axis:
         whole = module._parameters[name]
         if whole is None:
             return
-        shape = list(whole.shape)
-        if isinstance(placement, Shard):
-            shape[placement.dim] = len(piece(whole.shape[placement.dim], self.ranks, self.rank))
-        block = torch.empty(shape, dtype=whole.dtype, device=whole.device)
-        tensor = DTensor.from_local(
-            block, self.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-        parameter = nn.Parameter(tensor)
+        parameter = block_parameter(whole, self.mesh, [placement])
         module._parameters[name] = parameter
         module.__class__ = kind
         if partial:
@@ -154,6 +152,13 @@ def _split_feed_forward(feed_forward: FeedForward, axis: _Axis) -> None:
     axis.enter_columns(feed_forward, [feed_forward.gate_proj, feed_forward.up_proj])
 
 
+def _split_mixture(mixture: MixtureOfExperts, axis: _Axis) -> None:
+    """Each rank routes tokens of its own, so that the router's gradient is partial. Experts: expert.py."""
+    axis.place(mixture.gate, _Router, "weight", Replicate(), partial=True)
+    if mixture.shared_experts is not None:
+        _split_feed_forward(mixture.shared_experts, axis)
+
+
 def _split_vocabulary(decoder: Decoder, axis: _Axis, loss_parallel: bool) -> None:
     """Rows of embedding and output weight are dealt out, as far as they are here; a tied weight stays one."""
     embedding, head = decoder.model.embed_tokens, decoder.lm_head
@@ -193,6 +198,11 @@ class _RowLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         y, bias = self.product(x, local(self.weight)), _local_bias(self)
         return y if bias is None else y + bias
+
+
+class _Router(Router):
+    def forward(self, x: Tensor) -> Decision:
+        return self.decide(x, local(self.weight))
 
 
 class _Norm(RMSNorm):

@@ -18,8 +18,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
-from models.decoder import Decoder
+from models.decoder import Decoder, DecoderLayer
+from models.moe import MixtureOfExperts
 from parallel.config import ParallelismConfig, PrecisionConfig
 from parallel.precision import DTYPES
 from parallel.stages import splits_backward
@@ -28,8 +30,18 @@ from parallel.stages import splits_backward
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
-def shard(decoder: Decoder, mesh: DeviceMesh, parallelism: ParallelismConfig, precision: PrecisionConfig) -> None:
-    """Split a decoder's parameters over the (dp_replicate, dp_shard) mesh: a group per layer, and ends of their own."""
+def shard(
+    decoder: Decoder,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
+    parallelism: ParallelismConfig,
+    precision: PrecisionConfig,
+) -> None:
+    """Split a decoder's parameters over the (dp_replicate, dp_shard) mesh: a group per layer, and ends of their own.
+
+    Experts are groups of their own over the (dp_replicate, expert_dp) `expert_mesh`, split along the hidden size: there
+    may be more shards than experts on a rank, and ep and etp split the other two dimensions.
+    """
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision.compute], reduce_dtype=DTYPES[precision.reduce])
     # A split backward pass needs the parameters of several microbatches at once: they are gathered once a step.
     keep = parallelism.zero < 3 or (parallelism.pp > 1 and splits_backward(parallelism))
@@ -37,6 +49,15 @@ def shard(decoder: Decoder, mesh: DeviceMesh, parallelism: ParallelismConfig, pr
     if parallelism.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     for layer in decoder.model.layers.values():
+        assert isinstance(layer, DecoderLayer)
+        if isinstance(layer.mlp, MixtureOfExperts):
+            by_hidden = {
+                layer.mlp.experts.gate_proj.weight: Shard(2),
+                layer.mlp.experts.up_proj.weight: Shard(2),
+                layer.mlp.experts.down_proj.weight: Shard(1),
+            }
+            own = {"mesh": expert_mesh, "shard_placement_fn": by_hidden.get}
+            fully_shard(layer.mlp.experts, **options | own)
         fully_shard(layer, **options)
     if not decoder.config.tie_word_embeddings:
         if decoder.model.embed_tokens is not None:
@@ -45,23 +66,31 @@ def shard(decoder: Decoder, mesh: DeviceMesh, parallelism: ParallelismConfig, pr
             # Used last in the forward and first in the backward pass: freeing it between would only gather it again.
             fully_shard([decoder.model.norm, decoder.lm_head], **options | {"reshard_after_forward": False})
     fully_shard(decoder, **options)
+    layers = [_units(layer) for layer in decoder.model.layers.values()]
     if parallelism.pp > 1 and not keep:
-        _stay_within_the_microbatch(decoder)
-    _prefetch([layer for layer in decoder.model.layers.values() if isinstance(layer, FSDPModule)], parallelism.prefetch)
+        _stay_within_the_microbatch(decoder, [unit for units in layers for unit in units])
+    _prefetch(layers, parallelism.prefetch)
     for module in _groups(decoder):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo and NCCL alike: a plain sum
 
 
-def _prefetch(layers: list[FSDPModule], ahead: int) -> None:
+def _units(layer: nn.Module) -> list[FSDPModule]:
+    """A layer's groups in the order in which they are used."""
+    return [module for module in layer.modules() if isinstance(module, FSDPModule)]
+
+
+def _prefetch(layers: list[list[FSDPModule]], ahead: int) -> None:
     """Gather parameters of the next `ahead` layers while one computes; FSDP2 by itself looks one ahead, late."""
-    for index, layer in enumerate(layers):
+    for index, units in enumerate(layers):
         if ahead:
-            layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + ahead])
-            layer.set_modules_to_backward_prefetch(layers[max(index - ahead, 0) : index][::-1])
+            after = [unit for units in layers[index + 1 : index + 1 + ahead] for unit in units]
+            before = [unit for units in layers[max(index - ahead, 0) : index] for unit in units]
+            units[0].set_modules_to_forward_prefetch([*units[1:], *after])
+            units[0].set_modules_to_backward_prefetch([*units[1:], *before[::-1]])
 
 
-def _stay_within_the_microbatch(decoder: Decoder) -> None:
+def _stay_within_the_microbatch(decoder: Decoder, layers: list[FSDPModule]) -> None:
     """Let a backward pass gather ahead what comes before in its stage, and the stage's first group nothing.
 
     FSDP2 by itself goes by the order of the forward passes, and with several microbatches under way what came before
@@ -69,7 +98,7 @@ def _stay_within_the_microbatch(decoder: Decoder) -> None:
     """
     body = decoder.model
     ends = [decoder] if decoder.config.tie_word_embeddings else [body.embed_tokens, body.norm]
-    order = [module for module in (ends[0], *body.layers.values(), *ends[1:]) if isinstance(module, FSDPModule)]
+    order = [module for module in (ends[0], *layers, *ends[1:]) if isinstance(module, FSDPModule)]
     for group, before in zip(order, [order[0], *order], strict=False):
         group.set_modules_to_backward_prefetch([before])
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import WandbLogger
 
 from models.counts import parameter_shapes
 from models.generate import generate
@@ -19,7 +20,7 @@ from parallel.config import CheckpointConfig
 from parallel.precision import DTYPES
 from parallel.tensor_file import Entry, write_tensors
 from recipes.data.tokenizer import Tokenizer
-from recipes.metrics import Metrics
+from recipes.metrics import Metrics, MetricsFile
 from recipes.plain import write_whole
 
 log = logging.getLogger("quintet")
@@ -186,6 +187,33 @@ class Timeline(Callback):
         ]
         timeline = {"step": trainer.global_step, "world": trainer.world_size, "ranks": shifted}
         write_whole(self.run_dir / "timeline.json", json.dumps(timeline))
+
+
+class ExpertLoad(Callback):
+    """How often each expert of each layer was chosen, every n steps: expert_load.jsonl, and a histogram to W&B.
+
+    The histogram is over all experts of all layers, of loads relative to their layer's mean: 1 is even.
+    """
+
+    def __init__(self, run_dir: Path, every_n_steps: int) -> None:
+        self.file, self.every_n_steps = MetricsFile(run_dir / "expert_load.jsonl"), every_n_steps
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            self.file.rewind(trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step, routing = trainer.global_step, pl_module.parallel.routing
+        if routing is None or step % self.every_n_steps or not trainer.is_global_zero:
+            return
+        load = routing.load()
+        self.file.append([{"step": step, "load": load.long().tolist()}])
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                import wandb
+
+                relative = (load / load.mean(1, keepdim=True)).flatten().cpu().numpy()
+                logger.experiment.log({"train/expert_load": wandb.Histogram(relative), "trainer/global_step": step})
 
 
 class Profile(Callback):

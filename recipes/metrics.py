@@ -73,6 +73,11 @@ def _finite(row: dict[str, Any]) -> dict[str, Any]:
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 
+def _for_logger(row: dict[str, Any]) -> dict[str, float]:
+    """Loggers take numbers, and few of them: not those that are there once more for every layer."""
+    return {f"train/{key}": value for key, value in row.items() if key != "step" and not isinstance(value, list)}
+
+
 class StepClock:
     """Seconds between the ends of steps."""
 
@@ -176,14 +181,16 @@ class Metrics(Callback):
         times = self._pipeline_times(trainer.lightning_module.pp_rank).to(parts.device)
         summed = trainer.strategy.parallel.sum_of_parts(torch.cat((parts, times.flatten())))
         names = [name for name in self._pending[0][2] if name != "loss"]
-        others = torch.stack([step[2][name].double() for step in self._pending for name in names])
-        values = torch.cat((summed, others)).tolist()
+        others = [step[2][name].double() for step in self._pending for name in names]
+        values = torch.cat((summed, *(other.flatten() for other in others))).tolist()
+        left = iter(values[len(summed) :])
         rows = []
-        for index, ((step, lr, _), seconds) in enumerate(zip(self._pending, self._clock.take(), strict=True)):
-            first = len(summed) + index * len(names)
-            scalars = dict(zip(names, values[first : first + len(names)], strict=True)) | {"loss": values[index]}
+        for index, ((step, lr, found), seconds) in enumerate(zip(self._pending, self._clock.take(), strict=True)):
+            # A metric by layer is a list.
+            scalars = {n: [next(left) for _ in found[n]] if found[n].dim() else next(left) for n in names}
             first, width = len(parts) + index * times.shape[1], times.shape[1]
-            rows.append(self._row(step, lr, seconds, scalars) | self._bubble(values[first : first + width]))
+            row = self._row(step, lr, seconds, scalars | {"loss": values[index]})
+            rows.append(row | self._bubble(values[first : first + width]))
         self._pending.clear()
         if self.file is not None:
             self.file.append(rows)
@@ -192,10 +199,10 @@ class Metrics(Callback):
         self.latest = rows[-1]
         for logger in trainer.loggers:
             for row in rows:
-                logger.log_metrics({f"train/{key}": value for key, value in row.items() if key != "step"}, row["step"])
+                logger.log_metrics(_for_logger(row), row["step"])
         trainer.callback_metrics["train/loss"] = torch.tensor(self.latest["loss"])
 
-    def _row(self, step: int, lr: float, seconds: float, scalars: dict[str, float]) -> dict[str, Any]:
+    def _row(self, step: int, lr: float, seconds: float, scalars: dict[str, Any]) -> dict[str, Any]:
         processed = self.config.data.global_batch * self.config.data.seq_len
         flops = processed * self._flops_per_token / seconds / self.layout.world
         row = {
@@ -209,5 +216,5 @@ class Metrics(Callback):
             "tokens_per_s": processed / seconds,
             "tflops_per_device_causal": flops / 1e12,
         }
-        row |= self._padding
+        row |= self._padding | {name: value for name, value in scalars.items() if name not in row}
         return row if self._peak is None else row | {"mfu_causal": flops / self._peak}

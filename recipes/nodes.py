@@ -33,6 +33,14 @@ class Gradients:
 
 
 @dataclass
+class ExpertLoad:
+    """How often each expert of each layer was chosen: expert_load.jsonl, and a histogram to W&B."""
+
+    _target_: str = "recipes.callbacks.ExpertLoad"
+    every_n_steps: int = 50
+
+
+@dataclass
 class Wandb:
     """Weights & Biases; offline until told otherwise."""
 
@@ -51,5 +59,10 @@ class Csv:
     _target_: str = "recipes.loggers.csv_logger"
 
 
-CALLBACKS: dict[str, type] = {"progress": Progress, "sample_text": SampleText, "gradients": Gradients}
+CALLBACKS: dict[str, type] = {
+    "progress": Progress,
+    "sample_text": SampleText,
+    "gradients": Gradients,
+    "expert_load": ExpertLoad,
+}
 LOGGERS: dict[str, type] = {"wandb": Wandb, "csv": Csv}

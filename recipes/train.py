@@ -161,17 +161,18 @@ def describe(config: Config, layout: Layout, on_gpu: bool) -> str:
     """The run in one line."""
     import torch
 
-    from models.counts import parameter_count
+    from models.counts import active_parameter_count, parameter_count
     from parallel.plan.timeline import expected_bubble
 
-    sizes = [f"{axis} {getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1]
+    sizes = [f"{axis} {getattr(layout, axis)}" for axis in (*AXES, "ep", "etp") if getattr(layout, axis) > 1]
+    experts = f" ({active_parameter_count(config.model):,} to a token)" if config.model.moe.num_experts else ""
     share = expected_bubble(config, layout)
     bubble = f", {share:.0%} bubble expected" if layout.pp > 1 else ""
     split = f" ({', '.join(sizes)}, zero {config.parallelism.zero}{bubble})" if sizes else ""
     where = f"{layout.world} GPU{'s' * (layout.world > 1)}" if on_gpu else f"{layout.world} CPU process"
     where += "" if on_gpu else f"{'es' * (layout.world > 1)} of {torch.get_num_threads()} threads"
     return (
-        f"{config.model.name}: {parameter_count(config.model):,} parameters, "
+        f"{config.model.name}: {parameter_count(config.model):,} parameters{experts}, "
         f"{config.data.global_batch * config.data.seq_len:,} tokens per step, {config.trainer.max_steps} steps, "
         f"{config.precision.name} on {where}{split}"
     )

@@ -8,12 +8,12 @@ All results are bytes on one rank for one microbatch. T is its tokens, S the tok
 or T / tp with sequence parallelism), c and p the bytes of a number in computing and in what is worked out precisely.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models.config import LOSS_CHUNK, ModelConfig
-from parallel.config import Config, recompute_interval
+from parallel.config import BYTES, Config, recompute_interval
 from parallel.layout import Layout
-from parallel.plan.traffic import BYTES
+from parallel.plan.expert_traffic import expected_rows, microbatch_count, own_tokens
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,22 @@ def feed_forward_kept(size: Sizes) -> int:
     return gathered + 4 * size.compute * size.tokens * size.inner
 
 
+def mixture_kept(config: Config, layout: Layout, size: Sizes) -> int:
+    """Inside a mixture of experts that are busy alike: rows at their experts, what those make, and what comes back.
+
+    With a capacity rows are as many as there is room for. Shared experts count as the gated block that they are.
+    """
+    moe, c = config.model.moe, size.compute
+    tokens = own_tokens(config, layout)
+    sent = expected_rows(config, layout, [0]).gathered // (microbatch_count(config, layout) * layout.etp)
+    inner = moe.intermediate_size // layout.etp
+    kept = c * sent * layout.etp * (size.hidden + 4 * inner)  # rows of all etp ranks
+    kept += 2 * c * tokens * moe.num_experts_per_tok * size.hidden + 3 * size.precise * tokens * moe.num_experts
+    if moe.shared_intermediate_size:
+        kept += feed_forward_kept(replace(size, inner=-(-moe.shared_intermediate_size // layout.tp)))
+    return kept
+
+
 @dataclass(frozen=True)
 class LayerActivations:
     """One layer, one microbatch."""
@@ -120,12 +136,14 @@ class LayerActivations:
 def layer_activations(config: Config, layout: Layout, layer: int) -> LayerActivations:
     """What a decoder layer keeps under the config's recompute mode."""
     model, size, mode = config.model, sizes(config, layout), config.parallelism.recompute
-    attention, feed_forward = attention_kept(model, size, mask_elements(config)), feed_forward_kept(size)
+    mixture = model.has_experts(layer)
+    attention = attention_kept(model, size, mask_elements(config))
+    feed_forward = mixture_kept(config, layout, size) if mixture else feed_forward_kept(size)
     dropout = 2 * size.stream if model.dropout else 0
     # The two norms, and their results: inputs of the blocks, kept unless a gathered copy stands in for them.
     norms, inputs = 2 * norm_kept(size) + dropout, 0 if size.gathers else 2 * size.stream
     everything = norms + inputs + attention + feed_forward
-    temporary = 2 * size.compute * size.tokens * size.inner + size.stream
+    temporary = (feed_forward // 2 if mixture else 2 * size.compute * size.tokens * size.inner) + size.stream
     temporary += size.whole_stream if size.gathers else 0
     interval = recompute_interval(mode)
     if interval is not None and layer % interval == 0:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from models.config import ModelConfig
-from models.counts import end_shapes, layer_shapes
-from parallel.config import AdamWConfig, Config, MuonConfig, ParallelismConfig, SGDConfig
+from models.counts import end_shapes, is_expert, layer_shapes
+from parallel.config import BYTES, AdamWConfig, Config, MuonConfig, ParallelismConfig, SGDConfig
 from parallel.layout import Layout, piece
 from parallel.order import order
 from parallel.plan.activations import layer_activations, loss_activations, shared_kept, sizes
-from parallel.plan.traffic import BYTES, split_dim
+from parallel.plan.traffic import split_dim
 from parallel.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from parallel.stages import split_layers, splits_backward, stages_of
 
@@ -68,7 +68,7 @@ def rank_layers(config: Config, pp_rank: int) -> list[int]:
 def groups(config: Config, pp_rank: int) -> list[Shapes]:
     """The weights of a pipeline rank as FSDP2 gathers them: a group per layer, then the ends."""
     mine, last = stages_of(pp_rank, config.parallelism), config.parallelism.pp * config.parallelism.virtual_stages - 1
-    result = [layer_shapes(config.model) for _ in rank_layers(config, pp_rank)]
+    result = [layer_shapes(config.model, layer) for layer in rank_layers(config, pp_rank)]
     return result + end_groups(config.model, 0 in mine, last in mine)
 
 
@@ -85,12 +85,20 @@ def end_groups(model: ModelConfig, first: bool, last: bool) -> list[Shapes]:
 
 def block_shape(name: str, shape: tuple[int, ...], config: Config, layout: Layout, place: dict[str, int]) -> list[int]:
     """The block of a parameter that the rank at `place` holds: its part along tp, and of that its shard."""
+    if is_expert(name):
+        return [size // parts for size, parts in zip(shape, _expert_parts(name, config, layout), strict=True)]
     block = list(shape)
     dim = split_dim(name, config.model, layout.tp)
     if dim is not None:
         block[dim] = len(piece(shape[dim], layout.tp, place["tp"]))
     block[0] = len(piece(block[0], shards(config, layout), place["dp_shard"] if config.parallelism.zero else 0))
     return block
+
+
+def _expert_parts(name: str, config: Config, layout: Layout) -> list[int]:
+    """In how many parts each dimension of a stack of experts is dealt out: by expert, by width, by hidden size."""
+    shards = layout.expert_dp if config.parallelism.zero else 1
+    return [layout.ep, shards, layout.etp] if "down_proj" in name else [layout.ep, layout.etp, shards]
 
 
 def held_parameters(config: Config, layout: Layout, place: dict[str, int]) -> dict[str, int]:
@@ -165,7 +173,9 @@ class _Rank:
         """Weights are gathered once a step and kept (parallel/zero.py), or else for each pass through a layer."""
         self.shares_each = parallelism.zero >= 2 and not self.splits_backward
         """Gradients are shared out after each microbatch, or else stand whole until the step's last."""
-        self.layer = self._padded(layer_shapes(config.model))
+        layers = {layer for stage in self.stages for layer in self.split[stage]}
+        self.layers = {layer: self._padded(layer_shapes(config.model, layer)) for layer in layers}
+        self.layer = max(self.layers.values())
         self.whole = {stage: self._stage_elements(stage) for stage in self.stages}
         self.kept = {stage: self._stage_kept(stage) for stage in self.stages}
         self.actions = self._order()[place["pp"]] if self.pipeline else self._plain()
@@ -191,7 +201,7 @@ class _Rank:
         return [self._padded(shapes) for shapes in ends]
 
     def _stage_elements(self, stage: int) -> int:
-        return self.layer * len(self.split[stage]) + sum(self._ends(stage))
+        return sum(self.layers[layer] for layer in self.split[stage]) + sum(self._ends(stage))
 
     def _stage_kept(self, stage: int) -> int:
         layers = sum(layer_activations(self.config, self.layout, layer).kept for layer in self.split[stage])
@@ -250,9 +260,9 @@ class _Rank:
         layers = [layer_activations(self.config, self.layout, layer) for layer in self.split[stage]]
         now, last = self._standing(held, finished), stage == self.last_stage
         # The gradient of the down projection stands when those of the block's activations do.
-        block = _padded(
-            "mlp.down_proj.weight", layer_shapes(self.config.model)["mlp.down_proj.weight"], self.config, self.layout, 1
-        )
+        shapes = layer_shapes(self.config.model, self.split[stage][-1])
+        down = "mlp.down_proj.weight" if "mlp.down_proj.weight" in shapes else "mlp.experts.down_proj.weight"
+        block = _padded(down, shapes[down], self.config, self.layout, 1)
         now = replace(now, gradients=now.gradients + block * self.compute * self.fsdp)
         if self.fsdp and not self.once:
             now = replace(now, gathered=self.layer * self.compute, communication=self.layer * self.compute)
@@ -289,6 +299,8 @@ def peak(config: Config, layout: Layout, place: dict[str, int]) -> Memory:
 
 def _padded(name: str, shape: tuple[int, ...], config: Config, layout: Layout, ranks: int) -> int:
     """Elements of the tp block of a parameter, its first dimension filled up to a multiple of the shards."""
+    if is_expert(name):
+        return math.prod(shape) // (layout.ep * layout.etp)
     block = list(shape)
     dim = split_dim(name, config.model, layout.tp)
     if dim is not None:

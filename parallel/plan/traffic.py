@@ -10,15 +10,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from models.config import LOSS_CHUNK, ModelConfig
-from models.counts import end_shapes, layer_shapes
+from models.config import LOSS_CHUNK, ModelConfig, note_columns
+from models.counts import end_shapes, is_expert, layer_shapes
 from parallel.balance import held_in_ring, padded_length, ring_and_ulysses
-from parallel.config import Config, ContextMethod, FloatType, recompute_interval
-from parallel.layout import Layout, mesh_layout
+from parallel.config import BYTES, Config, ContextMethod, FloatType, recompute_interval
+from parallel.layout import AXES, Layout, expert_mesh_sizes, mesh_layout
+from parallel.plan.expert_traffic import (
+    RoutedRows,
+    expected_rows,
+    expert_elements,
+    mixture_layers,
+    mixture_traffic,
+    must_count,
+    recomputed_mixtures,
+)
 from parallel.stages import rank_of, split_layers, splits_backward, stage_count, stages_of
 
-BYTES = {FloatType.float64: 8, FloatType.float32: 4, FloatType.bfloat16: 2}
-Add = Callable[[str, str, int, int], None]
+Add = Callable[[str, str, float, int], None]
 _COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 
 
@@ -35,6 +43,8 @@ class Traffic:
 def split_dim(name: str, model: ModelConfig, tp: int) -> int | None:
     """The dimension of a parameter that tp ranks split: 0 for columns and vocabularies, 1 for rows, None if none."""
     module, kind = name.split(".")[-2:]
+    if is_expert(name):
+        return None
     if module in ("k_proj", "v_proj") and model.num_key_value_heads % tp:
         return None
     if module in _COLUMNS:
@@ -44,9 +54,9 @@ def split_dim(name: str, model: ModelConfig, tp: int) -> int | None:
 
 def is_partial(name: str, model: ModelConfig, tp: int, sequence_parallel: bool) -> bool:
     """Whether tp ranks that hold a parameter whole each have only a part of its gradient."""
-    if split_dim(name, model, tp) is not None:
+    if is_expert(name) or split_dim(name, model, tp) is not None:
         return False
-    return sequence_parallel or any(part in name for part in ("q_norm", "k_norm", "k_proj", "v_proj"))
+    return sequence_parallel or any(part in name for part in ("q_norm", "k_norm", "k_proj", "v_proj", "mlp.gate."))
 
 
 def ring_bytes(operation: str, size: int, ranks: int) -> int:
@@ -75,23 +85,31 @@ class Part:
         return {name: shape for name, shape in shapes.items() if (embedding if "embed" in name else self.last)}
 
 
-def traffic(config: Config, layout: Layout, pp_rank: int = 0, cp_rank: int | None = None) -> list[Traffic]:
+def traffic(
+    config: Config, layout: Layout, pp_rank: int = 0, cp_rank: int | None = None, routed: RoutedRows | None = None
+) -> list[Traffic]:
     """All collectives and messages of forward and backward of one step, as a rank of pipeline rank `pp_rank` sees them.
 
     Left out are clipping's few bytes, and those with which a pipeline opens its connections in the first step. Ranks of
     a ring of context ranks do not all send the same: `cp_rank` is by default the last, which sends most. With packed
-    documents a ring sends less than is said here, by what is in them.
+    documents a ring sends less than is said here, by what is in them. `routed` are the rows that a real step's routing
+    has sent; without it experts are taken to be busy alike.
     """
     rows: Counter[tuple[str, str]] = Counter()
     sent: Counter[tuple[str, str]] = Counter()
 
-    def add(axis: str, operation: str, size: int, calls: int) -> None:
-        ranks = getattr(mesh, axis)
+    mesh = mesh_layout(layout, config.parallelism.zero)
+    ranks_of = {axis: getattr(mesh, axis) for axis in AXES} | {"cp": layout.cp, "world": layout.world}
+    experts = expert_mesh_sizes(layout, config.parallelism.zero)
+    ranks_of |= dict(zip(("expert_replicate", "expert_dp", "ep", "etp"), experts[1:], strict=True))
+
+    def add(axis: str, operation: str, size: float, calls: int) -> None:
+        ranks = ranks_of[axis]
         if ranks > 1 and calls:
             rows[axis, operation] += calls
-            sent[axis, operation] += calls * (size if operation == "send" else ring_bytes(operation, size, ranks))
+            whole = operation in ("send", "all_to_all")  # these are told what leaves the rank
+            sent[axis, operation] += round(calls * (size if whole else ring_bytes(operation, int(size), ranks)))
 
-    mesh = mesh_layout(layout, config.parallelism.zero)
     microbatches = config.data.global_batch // (config.data.micro_batch * layout.dp)
     part = Part.of(config, pp_rank)
     _tensor_parallel(config, layout, part, microbatches, add)
@@ -101,8 +119,12 @@ def traffic(config: Config, layout: Layout, pp_rank: int = 0, cp_rank: int | Non
         for operation, calls, size in _context(config, layout, part, layout.cp - 1 if cp_rank is None else cp_rank):
             rows["cp", operation] += calls * microbatches
             sent["cp", operation] += size * microbatches
-    if layout.dp * layout.cp > 1:
-        _zero(config, layout, mesh, part, microbatches, add)
+    if config.model.moe.num_experts:
+        here = mixture_layers(config, part.layers)
+        mixture_traffic(config, layout, here, routed or expected_rows(config, layout, here), add)
+        notes = config.model.num_hidden_layers * note_columns(config.model) * 8
+        add("world", "all_reduce", notes, 1 + must_count(config, layout))
+    _zero(config, layout, ranks_of, part, microbatches, add)
     for axis in ("dp_replicate", "dp_shard"):
         add(axis, "all_reduce", 8, 1)  # the number of valid tokens
     return [Traffic(axis, operation, rows[axis, operation], sent[axis, operation]) for axis, operation in rows]
@@ -121,7 +143,8 @@ def _pipeline(config: Config, layout: Layout, part: Part, pp_rank: int, microbat
     stages = stage_count(parallelism)
     neighbours = [other for stage in stages_of(pp_rank, parallelism) for other in (stage - 1, stage + 1)]
     away = [other for other in neighbours if 0 <= other < stages and rank_of(other, parallelism) != pp_rank]
-    add("pp", "send", hidden, len(away) * microbatches)
+    onward = [stage + 1 for stage in stages_of(pp_rank, parallelism) if stage + 1 in away]
+    add("pp", "send", hidden, (len(away) + len(onward) * must_count(config, layout)) * microbatches)
     if model.tie_word_embeddings and part.first != part.last:
         rows = -(-model.vocab_size // layout.tp)
         shards = layout.dp_shard * layout.cp if parallelism.zero else 1
@@ -136,14 +159,25 @@ def _tensor_parallel(config: Config, layout: Layout, part: Part, microbatches: i
     """
     model, data, parallelism = config.model, config.data, config.parallelism
     tokens, compute = data.micro_batch * _part_length(config), BYTES[config.precision.compute]
-    crossings = (4 * len(part.layers) + part.first + part.last) * microbatches
+    # A mixture of experts is no block that is crossed so; its shared experts are one.
+    mixtures = mixture_layers(config, part.layers)
+    shared = len(mixtures) if model.moe.shared_intermediate_size else 0
+    blocks = 2 * len(part.layers) - len(mixtures) + shared
+    crossings = (2 * blocks + part.first + part.last) * microbatches
     # A recomputed layer makes its way once more up to the last result that is needed: all but the feed-forward's sum.
-    again = len(_recomputed(config, part.layers)) * microbatches
+    again = _recomputed(config, part.layers)
+    mixed = recomputed_mixtures(config, mixtures)
+    shared_again = len(mixed) if shared else 0
+    entered = (2 * len(again) - len([layer for layer in again if layer in mixed]) + shared_again) * microbatches
+    left = (len(again) + shared_again) * microbatches
+    if must_count(config, layout):  # a forward pass more, without the output layer
+        entered += blocks * microbatches
+        left += (blocks + part.first) * microbatches
     if parallelism.sequence_parallel:
-        add("tp", "all_gather", tokens * model.hidden_size * compute, crossings + 2 * again)
-        add("tp", "reduce_scatter", tokens * model.hidden_size * compute, crossings + again)
+        add("tp", "all_gather", tokens * model.hidden_size * compute, crossings + entered)
+        add("tp", "reduce_scatter", tokens * model.hidden_size * compute, crossings + left)
     else:
-        add("tp", "all_reduce", tokens * model.hidden_size * compute, crossings + again)
+        add("tp", "all_reduce", tokens * model.hidden_size * compute, crossings + left)
     for start in range(0, tokens if part.last else 0, LOSS_CHUNK):
         chunk = min(LOSS_CHUNK, tokens - start)
         if parallelism.loss_parallel:
@@ -154,7 +188,7 @@ def _tensor_parallel(config: Config, layout: Layout, part: Part, microbatches: i
             columns = -(-model.vocab_size // layout.tp) * layout.tp
             add("tp", "all_gather", chunk * columns * compute, microbatches)
     shards = layout.dp_shard * layout.cp if parallelism.zero else 1
-    named = [*part.ends(model).items(), *list(layer_shapes(model).items()) * len(part.layers)]
+    named = [*part.ends(model).items(), *(item for n in part.layers for item in layer_shapes(model, n).items())]
     partial = [
         math.prod((-(-shape[0] // shards), *shape[1:]))
         for name, shape in named
@@ -175,7 +209,7 @@ def _context(config: Config, layout: Layout, part: Part, cp_rank: int) -> Iterat
     ring, ulysses = ring_and_ulysses(parallelism)
     layers = len(part.layers)
     redone = part.layers if parallelism.recompute == "selective:attention" else _recomputed(config, part.layers)
-    again = len(redone)
+    again = len(redone) + layers * must_count(config, layout)
     length = padded_length(config.data.seq_len, parallelism)
     token = config.data.micro_batch * model.head_dim * BYTES[config.precision.compute]  # of one head, all sequences
     heads, held = model.num_attention_heads // layout.tp, max(model.num_key_value_heads // layout.tp, 1)
@@ -228,26 +262,36 @@ def _recomputed(config: Config, layers: list[int]) -> list[int]:
     return [] if interval is None else [layer for layer in layers if layer % interval == 0]
 
 
-def _zero(config: Config, layout: Layout, mesh: Layout, part: Part, microbatches: int, add: Add) -> None:
-    """Gathers of parameters and sums of gradients, per FSDP2 group: each layer, and the ends."""
+def _zero(config: Config, layout: Layout, ranks_of: dict[str, int], part: Part, microbatches: int, add: Add) -> None:
+    """Gathers of parameters and sums of gradients, per FSDP2 group: each layer, its experts, and the ends."""
     model, zero = config.model, config.parallelism.zero
     if layout.pp > 1 and splits_backward(config.parallelism):
         zero = min(zero, 1)  # gathered, and reduced, once a step
     ends = part.ends(model)
     first = {name: shape for name, shape in ends.items() if "embed" in name}
     last = {name: shape for name, shape in ends.items() if name not in first}
-    groups = [(layer_shapes(model), 2)] * len(part.layers)
+    counting = must_count(config, layout)
+
+    def gather_and_reduce(elements: int, passes: int, split: str, replicated: str) -> None:
+        # A pass that counts gathers what is freed after use for every microbatch, and once what is kept.
+        gathers = 1
+        if zero == 3:
+            gathers = passes * microbatches + counting * (microbatches if passes == 2 else 1)
+        add(split, "all_gather", elements * BYTES[config.precision.compute], gathers)
+        add(split, "reduce_scatter", elements * BYTES[config.precision.reduce], microbatches if zero >= 2 else 1)
+        add(replicated, "all_reduce", elements // ranks_of[split] * BYTES[config.precision.reduce], 1)
+
+    groups = [(layer_shapes(model, layer), 2) for layer in part.layers]
     # Gathered for forward and again for backward, but for the last group, which the backward pass begins with.
     groups += [(ends, 2)] if model.tie_word_embeddings else [(first, 2), (last, 1)]
     for shapes, passes in groups:
         if not shapes:
             continue
-        elements = sum(_padded(name, shape, config, layout, mesh.dp_shard) for name, shape in shapes.items())
-        gathers = passes * microbatches if zero == 3 else 1
-        reductions = microbatches if zero >= 2 else 1
-        add("dp_shard", "all_gather", elements * BYTES[config.precision.compute], gathers)
-        add("dp_shard", "reduce_scatter", elements * BYTES[config.precision.reduce], reductions)
-        add("dp_replicate", "all_reduce", elements // mesh.dp_shard * BYTES[config.precision.reduce], 1)
+        kept = {name: shape for name, shape in shapes.items() if not is_expert(name)}
+        elements = sum(_padded(name, shape, config, layout, ranks_of["dp_shard"]) for name, shape in kept.items())
+        gather_and_reduce(elements, passes, "dp_shard", "dp_replicate")
+    for layer in mixture_layers(config, part.layers):
+        gather_and_reduce(expert_elements(config, layout, layer), 2, "expert_dp", "expert_replicate")
 
 
 def _padded(name: str, shape: tuple[int, ...], config: Config, layout: Layout, shards: int) -> int:

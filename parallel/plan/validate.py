@@ -7,12 +7,11 @@ from parallel.config import Config
 from parallel.layout import resolve
 from parallel.plan.problems import Fault, Problem, Severity
 from parallel.plan.repair import advice, repairs
-from parallel.plan.rules import context, fit, layout, model, pipeline, run, sharding, tensor
+from parallel.plan.rules import context, experts, fit, layout, model, pipeline, run, sharding, tensor
 
 OF_CONFIG = (
     model.shape,
     model.precision,
-    layout.available,
     model.recompute,
     model.sequence,
     model.vocabulary,
@@ -22,15 +21,24 @@ OF_CONFIG = (
     run.loop,
 )
 """Rules that a config keeps or breaks by itself."""
-OF_LAYOUT = (layout.batch, tensor.splits, context.method, sharding.sharding, pipeline.stages, pipeline.microbatches)
+OF_LAYOUT = (
+    layout.batch,
+    tensor.splits,
+    context.method,
+    sharding.sharding,
+    pipeline.stages,
+    pipeline.microbatches,
+    experts.split,
+    experts.routing,
+)
 """Rules about a config in a world of some size, once its axes make one up."""
 OF_MEMORY = (fit.fits,)
 """Rules that can be asked only when all others are kept."""
 COSTS = (model.precision_costs, model.aligned, run.scheduler_costs, run.loop_costs)
-LAYOUT_COSTS = (tensor.costs, pipeline.costs, sharding.costs, fit.tight, fit.recompute_costs)
+LAYOUT_COSTS = (tensor.costs, pipeline.costs, sharding.costs, experts.costs, fit.tight, fit.recompute_costs)
 """What is legal and costly."""
 NOTES = (model.vocabulary_notes, run.data_notes)
-LAYOUT_NOTES = (layout.costs,)
+LAYOUT_NOTES = (layout.costs, experts.advice)
 """What is worth knowing."""
 
 

@@ -5,7 +5,7 @@ Everything goes through parallel/step.py, the path that the strategy takes too.
 
 import hashlib
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.config import ModelConfig
+from models.config import BalanceScope, ModelConfig
 from parallel.checkpoint import load, save
 from parallel.config import (
     AdamWConfig,
@@ -109,7 +109,9 @@ def make_config(
 
 
 def one_process(config: Config) -> Config:
-    """The same run without any splitting, all sequences in one microbatch."""
+    """The same run without any splitting, all sequences in one microbatch unless microbatches are what is balanced."""
+    if config.model.moe.balance_loss and config.model.moe.balance_scope == BalanceScope.microbatch:
+        return replace(config, parallelism=ParallelismConfig())
     data = replace(config.data, micro_batch=config.data.global_batch)
     return replace(config, parallelism=ParallelismConfig(), data=data)
 
@@ -126,12 +128,14 @@ class Trace:
     gradients: list[dict[str, Tensor]]
     """Per step, every parameter's gradient before clipping."""
     weights: dict[str, Tensor]
-    """After the last step."""
+    """After the last step, biases of routers included."""
     validation: dict[str, float]
     samples: list[list[int]]
     """Per step, the numbers of the sequences that this rank has read."""
     replicas: list[dict[str, str]]
-    """Per step, the hash of each parameter's block on this rank, under "name@offset"."""
+    """Per step, the hash of each parameter's block on this rank, under "name@offset", and of each bias."""
+    routing: list[Tensor] = field(default_factory=list)
+    """Per step, what routers did: the load of each layer's experts, losses, entropy, dropped assignments."""
 
 
 def build(config: Config) -> tuple[ParallelModel, TrainBatches]:
@@ -171,12 +175,21 @@ def _train(config: Config, steps: int) -> Trace:
         trace.gradients.append({name: whole(gradient).clone() for name, gradient in gradients.items()})
         trace.norms.append(float(clip(model).norm))
         optimizer.step()
-        trace.replicas.append(
-            {f"{name}@{offset(p)}": _hash([local(p.detach())]) for name, p in decoder.named_parameters()}
-        )
-    trace.weights = {name: whole(parameter.detach()).clone() for name, parameter in decoder.named_parameters()}
+        blocks = {f"{name}@{offset(p)}": local(p.detach()) for name, p in decoder.named_parameters()}
+        trace.replicas.append({name: _hash([block]) for name, block in (blocks | _biases(decoder)).items()})
+        if model.routing is not None:
+            assert model.routing.totals is not None
+            trace.routing.append(model.routing.totals[:, :-1].clone())  # rows sent do depend on the layout
+    before = {name: bias.clone() for name, bias in _biases(decoder).items()}
+    trace.weights = {name: whole(parameter.detach()).clone() for name, parameter in decoder.named_parameters()} | before
     trace.validation = validate(model)
+    assert all(torch.equal(before[name], bias) for name, bias in _biases(decoder).items())
+    assert not trace.routing or torch.equal(trace.routing[-1], model.routing.totals[:, :-1])
     return trace
+
+
+def _biases(decoder: torch.nn.Module) -> dict[str, Tensor]:
+    return dict(decoder.named_buffers())
 
 
 @torch.no_grad()
@@ -213,7 +226,7 @@ def _relative(expected: float, found: float) -> float:
 
 
 def worst_error(reference: Trace, trace: Trace) -> tuple[float, str]:
-    """The largest relative error of loss, norm, any gradient at any step, weights and validation; and where it is."""
+    """The largest relative error of loss, norm, any gradient at any step, weights, routing, validation; and where."""
     errors = []
     for step, (expected, found) in enumerate(zip(reference.gradients, trace.gradients, strict=True)):
         assert expected.keys() == found.keys()
@@ -222,6 +235,9 @@ def worst_error(reference: Trace, trace: Trace) -> tuple[float, str]:
         for step, (expected, found) in enumerate(zip(getattr(reference, what), getattr(trace, what), strict=True)):
             errors.append((_relative(expected, found), f"step {step} {what}"))
     errors += [(relative(reference.weights[n], trace.weights[n]), f"weights {n}") for n in reference.weights]
+    for step, (expected, found) in enumerate(zip(reference.routing, trace.routing, strict=True)):
+        columns = zip(expected.unbind(1), found.unbind(1), strict=True)
+        errors += [(relative(a, b), f"step {step} routing, column {column}") for column, (a, b) in enumerate(columns)]
     errors += [
         (_relative(reference.validation[k], trace.validation[k]), f"validation {k}") for k in reference.validation
     ]

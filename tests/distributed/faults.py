@@ -6,6 +6,7 @@ group, a mean per rank, a seed that depends on the rank.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,11 +17,13 @@ from torch.distributed.fsdp import FSDPModule
 from models import attention
 from models.attention import Attention
 from models.loss import WholeVocabulary
-from parallel import collectives, context, gradients, ring, sharded, step, tensor
+from parallel import collectives, context, expert, gradients, ring, sharded, step, tensor
 from parallel.context import Context
-from parallel.layout import Layout
+from parallel.expert import ExpertDispatch
+from parallel.layout import AXES, Layout
 from parallel.loss import VocabularyShard
 from parallel.ring import Parcel, RingMask
+from parallel.routing import RoutingBook
 from parallel.step import ParallelModel
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[object]]] = {}
@@ -170,9 +173,9 @@ def loss_is_a_mean_per_rank() -> Iterator[None]:
 def loss_is_a_mean_per_microbatch() -> Iterator[None]:
     right = step.token_loss
 
-    def token_loss(decoder: Any, batch: Any, config: Any, key: Any = None) -> Tensor:
+    def token_loss(decoder: Any, batch: Any, config: Any, told: Any = None) -> Tensor:
         share = (batch["labels"] >= 0).sum().clamp_min(1) / (batch["labels"].numel() / 2)
-        return right(decoder, batch, config, key) / share
+        return right(decoder, batch, config, told) / share
 
     with patch.object(step, "token_loss", token_loss):
         yield
@@ -433,3 +436,103 @@ def the_window_ends_with_the_part() -> Iterator[None]:
     with patch.object(ring, "needed", needed):
         yield
     context._mask.cache_clear()
+
+
+@fault
+def tensor_ranks_all_route_the_same_tokens() -> Iterator[None]:
+    right = step._expert_groups
+    with patch.object(step, "_expert_groups", lambda model: replace(right(model), tokens=None)):
+        yield
+
+
+@fault
+def router_gradients_are_taken_for_whole() -> Iterator[None]:
+    right = tensor._Axis.place
+
+    def place(self: Any, module: Any, kind: type, name: str, placement: Any, partial: bool = False) -> None:
+        right(self, module, kind, name, placement, partial and kind is not tensor._Router)
+
+    with patch.object(tensor._Axis, "place", place):
+        yield
+
+
+@fault
+def input_gradients_of_routed_pieces_stay_where_they_are() -> Iterator[None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        whole = expert._pieces(grad, ctx.group, ctx.total)
+        whole[: ctx.group.rank() * len(grad)] = 0.0
+        return whole, None
+
+    with patch.object(expert._Take, "backward", staticmethod(backward)):
+        yield
+
+
+@fault
+def norm_leaves_out_experts_of_other_ranks() -> Iterator[None]:
+    with patch.object(gradients, "EXPERT_AXES", AXES):
+        yield
+
+
+@fault
+def expert_gradients_grow_with_the_ranks() -> Iterator[None]:
+    right = expert._Flight.leave
+
+    def leave(self: Any, x: Tensor, per_token: bool) -> None:
+        right(self, x if per_token else x * self.dispatch.ranks, per_token)
+
+    with patch.object(expert._Flight, "leave", leave):
+        yield
+
+
+@fault
+def slices_of_an_expert_are_not_summed() -> Iterator[None]:
+    def reduce_scatter_into(out: Tensor, x: Tensor, group: Any) -> None:
+        out.copy_(x.chunk(group.size())[group.rank()])
+
+    with patch.object(expert, "reduce_scatter_into", reduce_scatter_into):
+        yield
+
+
+@fault
+def rows_are_taken_for_sorted_by_expert() -> Iterator[None]:
+    right = expert._by_expert
+
+    with patch.object(expert, "_by_expert", lambda *arguments: right(*arguments).sort().values):
+        yield
+
+
+@fault
+def load_share_is_local() -> Iterator[None]:
+    with patch.object(ExpertDispatch, "total_over_step", lambda _, x: x):
+        yield
+
+
+@fault
+def load_share_is_that_of_the_microbatch() -> Iterator[None]:
+    with patch.object(RoutingBook, "must_count", False):
+        yield
+
+
+@fault
+def biases_follow_the_tokens_of_their_rank() -> Iterator[None]:
+    with patch.object(RoutingBook, "_sum", lambda self: self._notes.sum(0)):
+        yield
+
+
+@fault
+def biases_move_with_every_microbatch() -> Iterator[None]:
+    right = RoutingBook.step_of
+
+    def step_of(self: Any, batch: Any) -> Any:
+        for mixture in self.mixtures:
+            mixture.gate.expert_bias[0] += 0.02
+        return right(self, batch)
+
+    with patch.object(RoutingBook, "step_of", step_of):
+        yield
+
+
+@fault
+def a_rank_drops_by_its_own_tokens() -> Iterator[None]:
+    with patch.object(ExpertDispatch, "gather_over_sequence", lambda _, x, most: (x, slice(None))):
+        yield

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from models.config import MoEConfig
 from parallel.config import MaskPattern
 from tests.distributed.cases import disagreeing_replicas, make_config, merged, reference, worst_error
 from tests.distributed.faults import FAULTS
@@ -15,6 +16,11 @@ DP: dict[str, Any] = {"world": 2, "zero": 2}
 CP: dict[str, Any] = {"world": 2, "cp": 2, "data": {"global_batch": 4, "mask": MaskPattern.uneven}}
 PLAIN: dict[str, Any] = {"data": {"global_batch": 4, "document_mask": False, "mask": MaskPattern.uneven}}
 BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
+
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 20}
+BALANCED = MoEConfig(**MOE, balance_loss=0.5, bias_update_rate=0.02)
+EXPERTS: dict[str, Any] = {"model": {"moe": BALANCED}}
+DROPPING: dict[str, Any] = {"model": {"moe": MoEConfig(**MOE, capacity_factor=0.75)}}
 
 WHERE: dict[str, dict[str, Any]] = {
     "row_results_are_not_summed": TP,
@@ -60,6 +66,18 @@ WHERE: dict[str, dict[str, Any]] = {
     "tokens_that_fill_up_count": CP | {"data": {"global_batch": 4, "seq_len": 15}},
     "documents_end_where_the_part_does_not_know": CP,
     "the_window_ends_with_the_part": CP | PLAIN | {"model": {"sliding_window": 7}},
+    "tensor_ranks_all_route_the_same_tokens": TP | EXPERTS,
+    "router_gradients_are_taken_for_whole": TP | EXPERTS | {"ep": 2},
+    "input_gradients_of_routed_pieces_stay_where_they_are": TP | EXPERTS,
+    "norm_leaves_out_experts_of_other_ranks": DP | EXPERTS | {"ep": 2},
+    "expert_gradients_grow_with_the_ranks": DP | EXPERTS | {"ep": 2},
+    "slices_of_an_expert_are_not_summed": SP | EXPERTS | {"etp": 2},
+    "rows_are_taken_for_sorted_by_expert": DP | EXPERTS | {"ep": 2},
+    "load_share_is_local": DP | EXPERTS | {"data": {"micro_batch": 4}},
+    "load_share_is_that_of_the_microbatch": DP | EXPERTS,
+    "biases_follow_the_tokens_of_their_rank": DP | EXPERTS,
+    "biases_move_with_every_microbatch": DP | EXPERTS,
+    "a_rank_drops_by_its_own_tokens": SP | DROPPING | {"ep": 2},
 }
 
 

@@ -2,13 +2,17 @@
 
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel.layout import resolve
+from models.config import MoEConfig
+from parallel.expert import ExpertDispatch, mixtures
+from parallel.layout import AXES, Layout, expert_mesh_sizes, mesh_layout, resolve
+from parallel.plan.expert_traffic import RoutedRows, exchange_bytes
 from parallel.plan.traffic import is_partial, ring_bytes, split_dim, traffic
 from parallel.sharded import split_axes
 from parallel.step import forward_backward
@@ -43,22 +47,57 @@ class Ledger(TorchDispatchMode):
             if ranks.size() > 1:
                 tensors = [arg for arg in torch.utils._pytree.tree_leaves(args) if isinstance(arg, torch.Tensor)]
                 size = max(tensor.numel() * tensor.element_size() for tensor in tensors)
+                if operation == "all_to_all" and len(args[4]):  # of rows; others have parts of equal size
+                    size = args[1].numel() * args[1].element_size()
+                    assert args[4][ranks.rank()] == 0, "rows for the rank itself"
                 key = (self.axes[ranks.group_name], operation)
                 self.calls[key] += 1
-                self.sent[key] += size if operation == "send" else ring_bytes(operation, size, ranks.size())
+                uneven = operation == "all_to_all" and len(args[4]) > 0
+                self.sent[key] += size if operation == "send" or uneven else ring_bytes(operation, size, ranks.size())
         return function(*args, **(kwargs or {}))
 
 
 def count(config: Any) -> dict[tuple[str, str], tuple[int, int]]:
     """Calls and bytes of one step on this rank: the second, since in the first a pipeline opens its connections."""
+    return count_routed(config)[0]
+
+
+def count_routed(config: Any) -> tuple[dict[tuple[str, str], tuple[int, int]], RoutedRows]:
+    """The same, and the rows that the step has routed."""
     model, batches = build(config)
     axes = {model.mesh.get_group(axis).group_name: axis for axis in model.mesh.mesh_dim_names}
+    if model.expert_mesh is not None:
+        names = {"dp_replicate": "expert_replicate", "expert_dp": "expert_dp", "ep": "ep", "etp": "etp"}
+        axes |= {model.expert_mesh.get_group(axis).group_name: name for axis, name in names.items()}
+        # What an axis over all ranks sends goes by the group of all ranks.
+        axes |= {group.group_name: "cp" for group in _context_groups(model)}
+        axes[dist.group.WORLD.group_name] = "world"
     if model.context is not None:
         axes |= {group.group_name: "cp" for group in (model.context.ring, model.context.ulysses)}
     forward_backward(model, batches[0], 0)
-    with Ledger(axes) as ledger:
+    widths, received, plan = [], [], ExpertDispatch.plan
+
+    def noted(self: Any, *arguments: Any) -> Any:
+        made = plan(self, *arguments)
+        widths.append(made.width)
+        received.append(sum(made.route.receive))
+        return made
+
+    with Ledger(axes) as ledger, patch.object(ExpertDispatch, "plan", noted):
         forward_backward(model, batches[1], 1)
-    return {key: (ledger.calls[key], ledger.sent[key]) for key in ledger.calls}
+    counted = {key: (ledger.calls[key], ledger.sent[key]) for key in ledger.calls}
+    if model.routing is None:
+        return counted, RoutedRows(0, 0, 0)
+    notes = model.routing._notes
+    passes = len(notes) * len(mixtures(model.decoder))
+    # Passes that are repeated route as the first.
+    gathered, came = (sum(rows) * passes // max(len(rows), 1) for rows in (widths, received))
+    return counted, RoutedRows(int(notes[..., -1].sum()), came, gathered * model.layout.etp)
+
+
+def _context_groups(model: Any) -> list[Any]:
+    blocks = mixtures(model.decoder)
+    return list(blocks[0].dispatch.groups.sequence[:-1]) if blocks else []
 
 
 def placements(config: Any) -> dict[str, Any]:
@@ -142,6 +181,66 @@ def test_packed_documents_make_a_ring_send_less_than_the_formula(pool: Pool) -> 
     rows = [row for rank in range(4) for row in traffic(config, layout, 0, rank)]
     most = sum(row.bytes_sent for row in rows if row.operation == "send")
     assert 0 < sent < most / 3
+
+
+def expected(
+    config: Any, layout: Layout, pp_rank: int, cp_rank: int, routed: RoutedRows | None = None
+) -> dict[tuple[str, str], tuple[int, int]]:
+    """The formula's calls and bytes, those of axes over all ranks added up as the group of all ranks."""
+    grid, experts = mesh_layout(layout, config.parallelism.zero), expert_mesh_sizes(layout, config.parallelism.zero)
+    sizes = {axis: getattr(grid, axis) for axis in AXES}
+    sizes |= dict(zip(("expert_replicate", "expert_dp", "ep", "etp"), experts[1:], strict=True))
+    calls: Counter[tuple[str, str]] = Counter()
+    sent: Counter[tuple[str, str]] = Counter()
+    for row in traffic(config, layout, pp_rank, cp_rank, routed):
+        key = ("world" if sizes.get(row.axis) == layout.world else row.axis, row.operation)
+        calls[key] += row.calls
+        sent[key] += row.bytes_sent
+    return {key: (calls[key], sent[key]) for key in calls}
+
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 20}
+BALANCED = {"balance_loss": 0.1, "z_loss": 0.1}
+SP = {"sequence_parallel": True, "loss_parallel": True}
+MIXTURES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    (2, {}, {"ep": 2, "zero": 0}),
+    (2, BALANCED, {"ep": 2, "zero": 3, "data": {"micro_batch": 4}}),
+    (2, BALANCED, {"ep": 2, "zero": 2, "data": {"micro_batch": 1}, "precision": "bf16"}),
+    (2, BALANCED, {"ep": 2, "zero": 3}),
+    (2, {"shared_intermediate_size": 12, "dense_layers": [0]}, {"tp": 2, "ep": 2, "recompute": "full"}),
+    (2, BALANCED | {"shared_intermediate_size": 12}, {"tp": 2, "etp": 2, "recompute": "selective:mlp"} | SP),
+    (4, BALANCED | {"balance_scope": "sequence"}, {"tp": 2, "ep": 2, "etp": 2, "zero": 3}),
+    (4, BALANCED | {"balance_scope": "microbatch", "capacity_factor": 1.0}, {"tp": 2, "ep": 4, "zero": 1} | SP),
+    (4, {"capacity_factor": 1.0}, {"tp": 2, "ep": 2, "etp": 2}),
+    (4, {}, {"ep": 2, "zero": 3, "dp_replicate": 2, "recompute": "full"}),
+    (2, BALANCED, {"tp": 2, "ep": 2, "recompute": "full"} | SP),
+    (4, {}, {"tp": 2, "zero": 3}),
+    (2, BALANCED, {"cp": 2, "ep": 2} | PLAIN),
+    (
+        4,
+        {"capacity_factor": 1.0, "balance_loss": 0.1, "balance_scope": "sequence"},
+        {"cp": 2, "tp": 2, "ep": 4} | PLAIN,
+    ),
+    (4, BALANCED, {"pp": 2, "ep": 2, "data": {"micro_batch": 1}}),
+]
+
+
+@pytest.mark.parametrize(("world", "moe", "settings"), MIXTURES, ids=str)
+def test_bytes_of_a_mixture_equal_the_formula_for_what_was_routed(
+    pool: Pool, world: int, moe: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    config = make_config(model={"moe": MoEConfig(**EXPERTS | moe)}, **settings)
+    layout = resolve(config.parallelism, world)
+    results = pool.run(world, "tests.distributed.test_traffic:count_routed", config)
+    # What telemetry says of all ranks together: their rows both ways, without the exchange of counts.
+    ways = exchange_bytes(config, layout) * sum(routed.sent for _, routed in results)
+    both = exchange_bytes(config, layout) / 2 * sum(routed.sent + routed.received for _, routed in results)
+    assert ways == both
+    for rank, (counted, routed) in enumerate(results):
+        place = layout.coordinates(rank)
+        assert counted == expected(config, layout, place["pp"], place["cp"], routed)
+        if config.model.moe.capacity_factor is not None:  # shapes do not depend on the routing
+            assert counted == expected(config, layout, place["pp"], place["cp"])
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -110,7 +110,7 @@ def check_layer(config: ModelConfig, device: torch.device, length: int) -> None:
         seconds.append(time.perf_counter() - started)
     assert all(torch.isfinite(parameter.grad).all() for parameter in layer.parameters())
     best = min(seconds)
-    speed = 6 * parameters_per_layer(config) * length / best / 1e12
+    speed = 6 * parameters_per_layer(config)[0] * length / best / 1e12
     print(f"layer of {config.name:<12} {length} tokens  {best * 1e3:8.1f} ms  {speed:6.1f} TFLOP/s", flush=True)
 
 

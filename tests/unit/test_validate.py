@@ -186,6 +186,64 @@ def test_given_a_faulty_schedule_file_when_validated_then_the_fault_is_named(
     assert words in errors[0]
 
 
+MIXTURES = [
+    ("parallelism.ep=2", 2, "parallelism.ep=2: model=tiny has no experts.*Write parallelism.ep=1"),
+    ("model.moe.z_loss=0.1", 1, "model.moe.num_experts=0 is a dense model"),
+    (
+        "model=tiny_moe parallelism.ep=16",
+        16,
+        "ep=16 must divide .*=8.*more ranks than experts.*[1, 2, 4, 8]",
+    ),
+    ("model=tiny_moe parallelism.ep=3", 3, "parallelism.ep=3 must divide model.moe.num_experts=8.*one of [1]"),
+    ("model=tiny_moe parallelism.ep=4", 2, "parallelism.ep=4 * etp=1 must divide .* = 2,.*among [1, 2]"),
+    ("model=tiny_moe parallelism.etp=3", 3, "parallelism.etp=3 must divide model.moe.intermediate_size=352.*[1]"),
+    ("model=tiny_moe parallelism.zero=1", 3, "zero=1 splits experts along model.hidden_size=256 .* 3 ranks"),
+    (
+        "model=tiny_moe model.moe.capacity_factor=0.01",
+        1,
+        "capacity_factor=0.01 gives .*less than one.*Write .*=0.015625",
+    ),
+    ("model=tiny_moe model.moe.capacity_factor=0", 1, "capacity_factor=0.0 must be above 0"),
+    ("model=tiny_moe model.moe.drop_order=position", 1, "drop_order=position needs a capacity"),
+    ("model=tiny_moe model.moe.num_groups=3", 1, "num_groups=3 must divide .*=8.*[1, 2, 4, 8]"),
+    (
+        "model=tiny_moe model.moe.num_groups=4 model.moe.top_groups=5",
+        1,
+        "top_groups=5 must be 1 to .*=4",
+    ),
+    ("model=tiny_moe model.moe.num_groups=8", 1, "num_experts_per_tok=2 must be 1 to 1, .*num_groups=8 * top_groups=1"),
+    ("model=tiny_moe model.moe.num_experts_per_tok=9", 1, "num_experts_per_tok=9 must be 1 to 8"),
+    ("model=tiny_moe model.moe.dense_layers=[4]", 1, "dense_layers=[4] must name layers from 0 to 3"),
+    ("model=tiny_moe model.moe.dense_layers=[0,1,2,3]", 1, "each once and not all"),
+    ("model=tiny_moe model.moe.jitter=1", 1, "model.moe.jitter=1.0 must lie in [0, 1)"),
+    ("model=tiny_moe model.moe.balance_loss=-1", 1, "model.moe.balance_loss=-1.0"),
+    ("model=tiny_moe model.mlp_bias=true", 1, "model.mlp_bias=true: experts have no biases"),
+    ("model=tiny_moe optimizer=muon", 1, "optimizer=muon has no rule for stacks of experts"),
+    ("model=tiny_moe parallelism.ep=4 parallelism.ep_nodes=3", 4, "ep_nodes=3 must divide parallelism.ep=4.*[1, 2, 4]"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "world", "words"), MIXTURES, ids=[overrides for overrides, _, _ in MIXTURES])
+def test_given_a_mixture_that_does_not_fit_when_validated_then_exactly_that_is_named(
+    overrides: str, world: int, words: str
+) -> None:
+    problems = validate(config("data=synthetic", f"data.global_batch={world}", *overrides.split()), world)
+    errors = [problem.message for problem in problems if problem.severity == Severity.error]
+    pattern = ".*".join(re.escape(part) for part in words.split(".*"))
+    assert len(errors) == 1, errors
+    assert re.search(pattern, errors[0]), errors
+
+
+def test_given_experts_over_ranks_when_validated_then_the_bytes_against_experts_on_every_rank_are_said() -> None:
+    overrides = ["model=tiny_moe", "parallelism.ep=4", "data=synthetic", "data.global_batch=8"]
+    overrides += ["data.micro_batch=1", "model.moe.balance_scope=global_batch"]
+    said = {problem.severity: problem.message for problem in validate(config(*overrides), 4)}
+    assert re.search(r"ep=4: a rank keeps \S+ GB .* sends \S+ GB .* with ep=1 \S+ GB", said[Severity.note])
+    assert "2 microbatches a step takes one forward pass more" in said[Severity.warning]
+    whole = validate(config(*overrides, "data.micro_batch=2"), 4)
+    assert [problem.severity for problem in whole] == [Severity.note]
+
+
 def test_given_the_recipe_when_validated_then_there_is_nothing_to_say() -> None:
     assert _errors() == []
 

@@ -73,18 +73,6 @@ def _rounds(unit: int, above: int, pp: int) -> list[int]:
     return [-(-above // (unit * pp)) * unit * pp] if pp > 1 else []
 
 
-def available(config: Config) -> Iterator[Fault]:
-    """What this version cannot split yet."""
-    for axis in ("ep", "etp"):
-        size = getattr(config.parallelism, axis)
-        if size > 1:
-            yield Fault(
-                "unavailable",
-                f"parallelism.{axis}={size}: this version cannot split along {axis} yet.",
-                {f"parallelism.{axis}": [1]},
-            )
-
-
 def costs(config: Config, layout: Layout) -> Iterator[Fault]:
     """Which axes run over slow wires, and group sizes that are often blamed."""
     per_node = config.cluster.devices_per_node

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from models.errors import ConfigError
-from parallel.config import Config, FloatType, SyntheticData, TokenizerKind, recompute_interval
+from parallel.config import BYTES, Config, FloatType, SyntheticData, TokenizerKind, recompute_interval
 from parallel.devices import DEVICES
 from parallel.layout import divisors
 from parallel.plan.problems import Fault, nearest
-from parallel.plan.traffic import BYTES
 
 
 def shape(config: Config) -> Iterator[Fault]:

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 from models.counts import parameter_count
-from parallel.config import Config, MuonConfig
+from parallel.config import BYTES, Config, MuonConfig
 from parallel.devices import DEVICES
 from parallel.layout import Layout
 from parallel.plan.problems import Fault
 from parallel.plan.timeline import microbatch_count
-from parallel.plan.traffic import BYTES, ring_bytes
+from parallel.plan.traffic import ring_bytes
 from parallel.stages import splits_backward
 
 
