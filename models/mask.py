@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -108,10 +109,9 @@ def document_starts(document_ids: Tensor) -> Documents:
 
     Read on the host: ids that lie on a GPU make it wait.
     """
-    ids = document_ids.detach().cpu()
-    begins = torch.ones_like(ids, dtype=torch.bool)
-    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    return as_one([tuple(row.nonzero().flatten().tolist()) for row in begins])
+    ids = document_ids.cpu().numpy()
+    begins = np.diff(ids, prepend=ids[:, :1] - 1) != 0
+    return as_one([tuple(np.flatnonzero(row).tolist()) for row in begins])
 
 
 def as_one(rows: Sequence[T]) -> Sequence[T]:

@@ -35,7 +35,15 @@ OF_LAYOUT = (
 OF_MEMORY = (fit.fits,)
 """Rules that can be asked only when all others are kept."""
 COSTS = (model.precision_costs, model.aligned, run.scheduler_costs, run.loop_costs)
-LAYOUT_COSTS = (tensor.costs, pipeline.costs, sharding.costs, experts.costs, fit.tight, fit.recompute_costs)
+LAYOUT_COSTS = (
+    tensor.costs,
+    context.costs,
+    pipeline.costs,
+    sharding.costs,
+    experts.costs,
+    fit.tight,
+    fit.recompute_costs,
+)
 """What is legal and costly."""
 NOTES = (model.vocabulary_notes, run.data_notes)
 LAYOUT_NOTES = (layout.costs, experts.advice)

@@ -163,10 +163,10 @@ REFUSED: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
         {"cp": 4} | BOTH | {"cp_ulysses": 3},
         ("parallelism.cp_ulysses=3", "cp_ulysses=2"),
     ),
-    "size as large as cp": (2, {"cp": 2} | BOTH, ("parallelism.cp_ulysses=2", "Write cp_method=ring")),
+    "size as large as cp": (2, {"cp": 2} | BOTH, ("parallelism.cp_ulysses=2", "Write parallelism.cp_method=ring with")),
     "size without cp": (1, {} | BOTH, ("parallelism.cp_ulysses=2", "null")),
     "size of another method": (2, {"cp": 2, "cp_ulysses": 2}, ("parallelism.cp_ulysses=2", "cp_method=ring", "null")),
-    "heads": (3, {"cp": 3, "cp_method": "ulysses"}, ("num_attention_heads=4", "3 ranks", "parallelism.cp=2 or 4")),
+    "heads": (3, {"cp": 3, "cp_method": "ulysses"}, ("num_attention_heads=4", "3 ranks", "parallelism.cp=4 or 2")),
     "heads of a tp rank": (
         8,
         {"cp": 4, "tp": 2, "cp_method": "ulysses"},
@@ -180,7 +180,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "length": (
         3,
         {"cp": 3, "cp_padding": False, "data": {"seq_len": 16}},
-        ("data.seq_len=16", "multiple of 6", "two pieces for each of 3", "data.seq_len=12 or 18", "cp_padding=true"),
+        ("data.seq_len=16", "multiple of 6", "two pieces for each of 3", "data.seq_len=18 or 12", "cp_padding=true"),
     ),
     "length with sequence parallelism": (
         8,

@@ -82,3 +82,15 @@ def _length(config: Config, layout: Layout) -> Iterator[Fault]:
         f"{parallelism.cp_method}: {pieces}{sequence}.",
         {"data.seq_len": nearest(lengths, length), "parallelism.cp_padding": [True]},
     )
+
+
+def costs(config: Config, layout: Layout) -> Iterator[Fault]:
+    """Tokens that fill sequences up."""
+    data, padded = config.data, padded_length(config.data.seq_len, config.parallelism)
+    if padded != data.seq_len:
+        yield Fault(
+            "cp-padding",
+            f"data.seq_len={data.seq_len} is filled up to {padded} with tokens that do not count: "
+            f"{data.global_batch * (padded - data.seq_len)} of {data.global_batch * padded} a step "
+            f"({1 - data.seq_len / padded:.1%}). data.seq_len={padded} needs none.",
+        )

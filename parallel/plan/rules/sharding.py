@@ -63,7 +63,7 @@ def costs(config: Config, layout: Layout) -> Iterator[Fault]:
             f"{state / 1e9:.1f} GB a "
             f"rank and send the same bytes, a reduce-scatter and an all-gather for an all-reduce.",
         )
-    if layout.pp == 1 or zero < 2 or layout.dp_shard == 1:
+    if layout.pp == 1 or zero < 2 or layout.dp_shard * layout.cp == 1:
         return
     microbatches = microbatch_count(config, layout)
     if splits_backward(parallelism):
@@ -75,7 +75,11 @@ def costs(config: Config, layout: Layout) -> Iterator[Fault]:
             "memory of zero=1.",
         )
     elif zero == 3:
-        sent = ring_bytes("all_gather", stage * BYTES[config.precision.compute], layout.dp_shard) * 2 * microbatches
+        sent = (
+            ring_bytes("all_gather", stage * BYTES[config.precision.compute], layout.dp_shard * layout.cp)
+            * 2
+            * microbatches
+        )
         yield Fault(
             "zero3-pipeline",
             f"parallelism.zero=3 with parallelism.pp={layout.pp} gathers a stage's parameters again for forward and "
