@@ -221,7 +221,7 @@ MIXTURES = [
     (
         "model=tiny_moe parallelism.recompute=selective:ops",
         1,
-        "recompute=selective:ops asks.*Write .*selective:attention",
+        "selective:ops asks.*Write .*selective:attention",
     ),
     ("model=tiny_moe optimizer=muon", 1, "optimizer=muon has no rule for stacks of experts"),
     ("model=tiny_moe parallelism.ep=4 parallelism.ep_nodes=3", 4, "ep_nodes=3 must divide parallelism.ep=4.*[1, 2, 4]"),
