@@ -14,7 +14,7 @@ from models.dispatch import Dispatch
 from models.dropout import DropoutKey
 from models.feed_forward import FeedForward
 from models.random import key_of, uniform_noise
-from models.router import Decision, Router, attach, count, within_capacity
+from models.router import Decision, Router, attach, count, on_host, within_capacity
 
 
 class RoutingStep:
@@ -49,7 +49,9 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor | None, fused: b
         return torch.bmm(rows, weight.transpose(1, 2))
     if fused:
         return F.grouped_mm(rows, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
-    parts = rows.split(counts.tolist())
+    experts = len(counts)
+    even = [len(rows) // experts + (expert < len(rows) % experts) for expert in range(experts)]
+    parts = rows.split(on_host(counts, even))
     return torch.cat([F.linear(part, expert) for part, expert in zip(parts, weight.unbind(), strict=True)])
 
 

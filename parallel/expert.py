@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard
 from models.decoder import Decoder
 from models.dispatch import Dispatch, Plan, place_rows
 from models.moe import ExpertLinear, MixtureOfExperts
+from models.router import on_host
 from parallel.collectives import all_gather, all_gather_into, all_reduce, reduce_scatter_into, size_of
 from parallel.layout import piece
 from parallel.route import Nodes, Route, make_route
@@ -158,7 +159,12 @@ class ExpertDispatch(Dispatch):
             received = self._exchange_counts(sent)
             everyone = all_gather(received.unsqueeze(0), 0, self.groups.etp)  # (etp, ep, experts here)
             # The only time that the host must know: uneven exchanges take their sizes from it.
-            numbers = torch.cat((sent.sum(1), received.sum(1), everyone.sum((1, 2)))).tolist()
+            all_rows = experts.numel()
+            even = [all_rows // self.ranks] * (self.ranks - 1)
+            even.append(all_rows - sum(even))
+            numbers = on_host(
+                torch.cat((sent.sum(1), received.sum(1), everyone.sum((1, 2)))), [*even, *even, *[all_rows] * etp]
+            )
             to, come, each = numbers[: self.ranks], numbers[self.ranks : 2 * self.ranks], numbers[2 * self.ranks :]
         else:
             each = [self.experts * slots] * etp

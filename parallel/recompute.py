@@ -5,6 +5,9 @@ the others. `selective:attention` and `selective:mlp` redo one block of each lay
 matrix products and attention, which are dear to make, and redoes everything between them. Dropout masks are functions
 of the step and the place, so no random state has to be kept: gradients are bitwise those of `none`.
 
+Experts are refused with `selective:ops` (plan/rules/experts.py): they gather weights of their own in the middle of the
+layer, and not alike in both passes.
+
 Ring attention is many partial results per layer, more with every rank; `selective:ops` keeps none of those and works
 out attention again.
 """

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from models.router import on_host
 from parallel.collectives import size_of
 from parallel.layout import Layout
 
@@ -104,7 +105,8 @@ class TwoHops(Route):
         work = _all_to_all(sent, heard, one, one, self.nodes.inside)
         if work is not None:
             work.wait()
-        rows = zip(self.peers, heard.tolist(), strict=True)
+        counts = on_host(heard.flatten(), [max(self.to)] * heard.numel())
+        rows = zip(self.peers, zip(*[iter(counts)] * self.across, strict=True), strict=True)
         return own | {(peer, node): count for peer, row in rows for node, count in enumerate(row)}
 
     def go(self, x: Tensor, out: Tensor) -> _Pending:

@@ -8,7 +8,7 @@ from parallel.layout import Layout
 from parallel.plan.dry_run import DryRun, dry_run
 from parallel.plan.memory import KINDS, peak
 from parallel.plan.plan import Plan
-from parallel.plan.traffic import traffic
+from parallel.plan.traffic import by_group, traffic
 from recipes.optimizers import make_optimizer
 
 
@@ -49,7 +49,8 @@ def describe(done: DryRun, config: Config, layout: Layout) -> Iterator[str]:
     stated = "".join(f"{getattr(formula, kind) / 1e9:>14.3f}" for kind in KINDS)
     yield f"  {'formula':<10}{stated}{formula.total / 1e9:>10.3f}  ({formula.total / done.total - 1:+.2%})"
     rows = {(row.axis, row.operation): row for row in done.traffic}
-    expected = {(row.axis, row.operation): row for row in traffic(config, layout, done.coordinates["pp"])}
+    formula_rows = by_group(traffic(config, layout, done.coordinates["pp"]), config, layout)
+    expected = {(row.axis, row.operation): row for row in formula_rows}
     for key in sorted(rows.keys() | expected.keys()):
         found, said = rows.get(key), expected.get(key)
         same = "as the formula says" if found == said else f"BUT THE FORMULA SAYS {said}"

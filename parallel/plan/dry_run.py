@@ -96,7 +96,10 @@ class Ledger(TorchDispatchMode):
             size = max(tensor.numel() * tensor.element_size() for tensor in tensors)
             key = (self.axes.get(ranks.group_name, "world"), operation)
             self.calls[key] += 1
-            self.sent[key] += ring_bytes(operation, size, ranks.size())
+            uneven = operation == "all_to_all" and len(args[4]) > 0  # told what leaves the rank
+            if uneven:
+                size = args[1].numel() * args[1].element_size()
+            self.sent[key] += size if uneven or operation == "send" else ring_bytes(operation, size, ranks.size())
 
     def rows(self) -> list[Traffic]:
         """What was counted."""
@@ -261,7 +264,7 @@ def dry_run(config: Config, layout: Layout, rank: int, make_optimizer: Callable[
             batch = _batch(config, layout)
             optimizer = make_optimizer(config.optimizer, decoder)
             parameters = list(decoder.parameters())
-            memory, ledger = MemoryLedger(decoder), Ledger(_axes(mesh))
+            memory, ledger = MemoryLedger(decoder), Ledger(_axes(mesh, model.expert_mesh))
             memory.hold(parameters, "parameters")
             with memory.watching(), ledger:
                 forward_backward(model, batch, 0)
@@ -288,10 +291,15 @@ def _batch(config: Config, layout: Layout) -> Batch:
     return batch | {"sample": torch.zeros(sequences, dtype=torch.int64)}
 
 
-def _axes(mesh: DeviceMesh) -> dict[str, str]:
+def _axes(mesh: DeviceMesh, experts: DeviceMesh | None) -> dict[str, str]:
     names = mesh.mesh_dim_names
     assert names is not None
-    return {mesh.get_group(axis).group_name: axis for axis in names}
+    found = {} if experts is None else {str(experts.get_group(a).group_name): a for a in ("expert_dp", "ep", "etp")}
+    found |= {str(mesh.get_group(axis).group_name): axis for axis in names}
+    if experts is not None:
+        found.setdefault(str(experts.get_group("dp_replicate").group_name), "expert_replicate")
+        found[str(dist.distributed_c10d._get_default_group().group_name)] = "world"  # see traffic.by_group
+    return found
 
 
 def _skip_vote(schedule: Any) -> None:

@@ -132,7 +132,7 @@ def expert_elements(config: Config, layout: Layout, layer: int) -> int:
 def recomputed_mixtures(config: Config, mixtures: list[int]) -> list[int]:
     """Which of these mixtures are worked out again, exchanges included."""
     mode = config.parallelism.recompute
-    if mode in ("selective:ops", "selective:mlp"):
+    if mode == "selective:mlp":
         return mixtures
     interval = recompute_interval(mode)
     return [] if interval is None else [layer for layer in mixtures if layer % interval == 0]

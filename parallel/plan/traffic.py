@@ -130,6 +130,25 @@ def traffic(
     return [Traffic(axis, operation, rows[axis, operation], sent[axis, operation]) for axis, operation in rows]
 
 
+def by_group(rows: list[Traffic], config: Config, layout: Layout) -> list[Traffic]:
+    """The same by group of ranks: torch has one group of all ranks, so that axes over all of them cannot be told apart.
+
+    They are the row `world`. Only experts make several such axes.
+    """
+    if not config.model.moe.num_experts:
+        return rows
+    grid, experts = mesh_layout(layout, config.parallelism.zero), expert_mesh_sizes(layout, config.parallelism.zero)
+    sizes = {axis: getattr(grid, axis) for axis in AXES if axis != "cp"}
+    sizes |= dict(zip(("expert_replicate", "expert_dp", "ep", "etp"), experts[1:], strict=True))
+    added: dict[tuple[str, str], Traffic] = {}
+    for row in rows:
+        axis = "world" if sizes.get(row.axis) == layout.world else row.axis
+        same = added.get((axis, row.operation), Traffic(axis, row.operation, 0, 0))
+        total = Traffic(axis, row.operation, same.calls + row.calls, same.bytes_sent + row.bytes_sent)
+        added[axis, row.operation] = total
+    return list(added.values())
+
+
 def _pipeline(config: Config, layout: Layout, part: Part, pp_rank: int, microbatches: int, add: Add) -> None:
     """Per microbatch, a stage sends its output on and its input's gradient back, where its neighbour is another rank.
 

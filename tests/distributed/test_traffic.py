@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.config import MoEConfig
 from parallel.expert import ExpertDispatch, mixtures
-from parallel.layout import AXES, Layout, expert_mesh_sizes, mesh_layout, resolve
+from parallel.layout import Layout, resolve
 from parallel.plan.expert_traffic import RoutedRows, exchange_bytes
-from parallel.plan.traffic import is_partial, ring_bytes, split_dim, traffic
+from parallel.plan.traffic import by_group, is_partial, ring_bytes, split_dim, traffic
 from parallel.sharded import split_axes
 from parallel.step import forward_backward
 from tests.distributed.cases import build, make_config
@@ -186,17 +186,9 @@ def test_packed_documents_make_a_ring_send_less_than_the_formula(pool: Pool) -> 
 def expected(
     config: Any, layout: Layout, pp_rank: int, cp_rank: int, routed: RoutedRows | None = None
 ) -> dict[tuple[str, str], tuple[int, int]]:
-    """The formula's calls and bytes, those of axes over all ranks added up as the group of all ranks."""
-    grid, experts = mesh_layout(layout, config.parallelism.zero), expert_mesh_sizes(layout, config.parallelism.zero)
-    sizes = {axis: getattr(grid, axis) for axis in AXES}
-    sizes |= dict(zip(("expert_replicate", "expert_dp", "ep", "etp"), experts[1:], strict=True))
-    calls: Counter[tuple[str, str]] = Counter()
-    sent: Counter[tuple[str, str]] = Counter()
-    for row in traffic(config, layout, pp_rank, cp_rank, routed):
-        key = ("world" if sizes.get(row.axis) == layout.world else row.axis, row.operation)
-        calls[key] += row.calls
-        sent[key] += row.bytes_sent
-    return {key: (calls[key], sent[key]) for key in calls}
+    """The formula's calls and bytes by group and operation."""
+    rows = by_group(traffic(config, layout, pp_rank, cp_rank, routed), config, layout)
+    return {(row.axis, row.operation): (row.calls, row.bytes_sent) for row in rows}
 
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 20}

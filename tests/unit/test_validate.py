@@ -201,7 +201,7 @@ MIXTURES = [
     (
         "model=tiny_moe model.moe.capacity_factor=0.01",
         1,
-        "capacity_factor=0.01 gives .*less than one.*Write .*=0.015625",
+        "capacity_factor=0.01 gives .*less than.*Write .*0.015625",
     ),
     ("model=tiny_moe model.moe.capacity_factor=0", 1, "capacity_factor=0.0 must be above 0"),
     ("model=tiny_moe model.moe.drop_order=position", 1, "drop_order=position needs a capacity"),
@@ -218,6 +218,11 @@ MIXTURES = [
     ("model=tiny_moe model.moe.jitter=1", 1, "model.moe.jitter=1.0 must lie in [0, 1)"),
     ("model=tiny_moe model.moe.balance_loss=-1", 1, "model.moe.balance_loss=-1.0"),
     ("model=tiny_moe model.mlp_bias=true", 1, "model.mlp_bias=true: experts have no biases"),
+    (
+        "model=tiny_moe parallelism.recompute=selective:ops",
+        1,
+        "selective:ops asks.*Write .*selective:attention",
+    ),
     ("model=tiny_moe optimizer=muon", 1, "optimizer=muon has no rule for stacks of experts"),
     ("model=tiny_moe parallelism.ep=4 parallelism.ep_nodes=3", 4, "ep_nodes=3 must divide parallelism.ep=4.*[1, 2, 4]"),
 ]

@@ -88,6 +88,13 @@ def routing(config: Config, layout: Layout) -> Iterator[Fault]:
             f"would be chosen by tokens that are not there.",
             {"data.seq_len": [length, 2 * data.seq_len - length], "parallelism.cp": [1]},
         )
+    if config.parallelism.recompute == "selective:ops":
+        yield Fault(
+            "experts-recompute",
+            "parallelism.recompute=selective:ops asks the backward pass for the same operations in the same order, and "
+            "experts gather their own weights (FSDP2) in another.",
+            {"parallelism.recompute": ["selective:attention", "selective:mlp", "full"]},
+        )
     if isinstance(config.optimizer, MuonConfig):
         yield Fault("experts-muon", "optimizer=muon has no rule for stacks of experts. Write optimizer=adamw.")
 
