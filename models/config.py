@@ -272,8 +272,8 @@ class ModelConfig:
             )
         if self.lora.rank and self.moe.num_experts and {"gate_proj", "up_proj", "down_proj"} & {*self.lora.targets}:
             raise ConfigError(
-                f"model.lora.targets={list(self.lora.targets)}: experts have no adapters. Write some of q_proj, k_proj, "
-                f"v_proj, o_proj."
+                f"model.lora.targets={list(self.lora.targets)}: experts have no adapters. Write some of q_proj, "
+                f"k_proj, v_proj, o_proj."
             )
         if self.lora.rank < 0 or self.lora.alpha <= 0.0:
             raise ConfigError(

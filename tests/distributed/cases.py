@@ -261,7 +261,7 @@ class Continued:
 
     losses: list[float]
     weights: dict[str, Tensor]
-    """After the last step, whole."""
+    """Parameters and routers' biases after the last step, whole."""
 
 
 def resumed(config: Config, folder: Path, first: int, last: int, save_last: bool = True) -> Continued:
@@ -280,7 +280,7 @@ def resumed(config: Config, folder: Path, first: int, last: int, save_last: bool
     if save_last:
         save(folder / str(last), model.decoder, [optimizer], {}, {})
     weights = {name: whole(parameter.detach()).clone() for name, parameter in model.decoder.named_parameters()}
-    return Continued(losses, weights)
+    return Continued(losses, weights | _biases(model.decoder))
 
 
 def merged(traces: list[Trace]) -> Trace:

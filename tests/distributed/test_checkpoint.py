@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from models.config import MoEConfig
 from tests.distributed.cases import Continued, make_config, one_process, relative
 from tests.distributed.pool import Pool
 
@@ -31,29 +32,52 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zbv": (2, {"pp": 2, "pp_schedule": "zbv_zero_bubble", "virtual_stages": 2}),
     "pp2zero1": (4, {"pp": 2, "zero": 1}),
     "tp2pp2": (4, {"tp": 2, "pp": 2} | SP),
+    "cp2zero3": (4, {"cp": 2, "zero": 3}),
+    "cp4": (4, {"cp": 4}),
+    "cp2tp2": (4, {"cp": 2, "tp": 2} | SP),
     "eight": (8, {"tp": 2, "pp": 2, "zero": 0} | SP),
+}
+MIXTURES: dict[str, tuple[int, dict[str, Any]]] = {
+    "moe one": (1, {}),
+    "moe pp4": (4, {"pp": 4}),
+    "moe ep4": (4, {"ep": 4, "zero": 2}),
+    "moe ep2 pp2": (4, {"ep": 2, "pp": 2, "zero": 1}),
+    "moe tp2 etp2": (2, {"tp": 2, "etp": 2} | SP),
+    "moe ep2 zero3 x4": (4, {"ep": 2, "zero": 3}),
 }
 PAIRS = [
     *[("one", "tp4"), ("tp4", "zero3x4"), ("zero3x4", "zero2x2"), ("zero2x2", "one"), ("tp2", "pp2")],
     *[("pp2", "tp2zero0"), ("tp2zero0", "zero0x2"), ("zero0x2", "tp2"), ("zero1x3", "zero2x2"), ("pp4", "hybrid")],
-    *[("interleaved", "zbv"), ("zbv", "zero1x3")],
+    *[("interleaved", "zbv"), ("zbv", "zero1x3"), ("cp2zero3", "zero2x2"), ("tp2", "cp2zero3")],
+    *[("moe pp4", "moe ep4"), ("moe ep4", "moe tp2 etp2"), ("moe tp2 etp2", "moe ep2 zero3 x4")],
 ]
 MORE = [
     *[("zero3x4", "pp4"), ("hybrid", "tp4"), ("tp4", "pp2zero1"), ("pp2zero1", "zero3x4"), ("tp2pp2", "zero1x3")],
     *[("zero1x3", "tp2pp2"), ("pp4", "interleaved"), ("eight", "one"), ("one", "eight"), ("eight", "pp4")],
     *[("hybrid", "zbv"), ("tp2", "zero3x4"), ("zero2x2", "hybrid"), ("interleaved", "tp2pp2")],
+    *[("cp4", "pp4"), ("zero1x3", "cp4"), ("cp2tp2", "cp2zero3"), ("moe ep4", "moe one"), ("moe one", "moe ep2 pp2")],
+    *[("moe ep2 pp2", "moe pp4"), ("moe ep2 zero3 x4", "moe ep4"), ("moe ep4", "moe pp4")],
 ]
 
 
+EXPERTS = MoEConfig(8, 2, 20, balance_loss=0.1, z_loss=0.01, bias_update_rate=0.02)
+
+
 def _config(name: str) -> Any:
-    return make_config(ODD, BATCH, optimizer="adamw", **LAYOUTS[name][1])
+    model = {"num_hidden_layers": 4, "moe": EXPERTS} if name in MIXTURES else ODD
+    return make_config(model, BATCH, optimizer="adamw", **(LAYOUTS | MIXTURES)[name][1])
+
+
+def _world(name: str) -> int:
+    return (LAYOUTS | MIXTURES)[name][0]
 
 
 @pytest.fixture(scope="module")
-def straight(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Continued:
-    """Four steps of one process without a break."""
+def straight(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Continued]:
+    """Four steps of one process without a break, of the dense model and of the mixture (True)."""
     folder = tmp_path_factory.mktemp("straight")
-    return pool.run(1, RESUMED, one_process(_config("one")), folder, 0, 4, False)[0]
+    configs = {name in MIXTURES: one_process(_config(name)) for name in ("one", "moe one")}
+    return {key: pool.run(1, RESUMED, config, folder, 0, 4, False)[0] for key, config in configs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -62,20 +86,21 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @cache
     def folder_of(name: str) -> Path:
-        folder = tmp_path_factory.mktemp(name)
-        pool.run(LAYOUTS[name][0], RESUMED, _config(name), folder, 0, 2)
+        folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+        pool.run(_world(name), RESUMED, _config(name), folder, 0, 2)
         return folder
 
     return folder_of
 
 
-def _check(pool: Pool, straight: Continued, saved: Any, before: str, after: str) -> None:
-    parts: list[Continued] = pool.run(LAYOUTS[after][0], RESUMED, _config(after), saved(before), 2, 4, False)
+def _check(pool: Pool, straight: dict[bool, Continued], saved: Any, before: str, after: str) -> None:
+    expected = straight[after in MIXTURES]
+    parts: list[Continued] = pool.run(_world(after), RESUMED, _config(after), saved(before), 2, 4, False)
     found = {name: weight for part in parts for name, weight in part.weights.items()}
-    assert found.keys() == straight.weights.keys()
-    errors = [(relative(straight.weights[name], found[name]), name) for name in found]
-    for step, (expected, loss) in enumerate(zip(straight.losses[2:], parts[0].losses, strict=True), 2):
-        errors.append((abs(loss - expected) / expected, f"loss of step {step}"))
+    assert found.keys() == expected.weights.keys()
+    errors = [(relative(expected.weights[name], found[name]), name) for name in found]
+    for step, (right, loss) in enumerate(zip(expected.losses[2:], parts[0].losses, strict=True), 2):
+        errors.append((abs(loss - right) / right, f"loss of step {step}"))
     worst, where = max(errors)
     print(f"{before} to {after}: {worst:.1e} ({where})")
     assert worst < 1e-9, where
@@ -83,7 +108,7 @@ def _check(pool: Pool, straight: Continued, saved: Any, before: str, after: str)
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_resuming_on_another_layout_is_the_same_run(
-    pool: Pool, straight: Continued, saved: Any, before: str, after: str
+    pool: Pool, straight: dict[bool, Continued], saved: Any, before: str, after: str
 ) -> None:
     _check(pool, straight, saved, before, after)
 
@@ -91,6 +116,6 @@ def test_resuming_on_another_layout_is_the_same_run(
 @pytest.mark.long
 @pytest.mark.parametrize(("before", "after"), MORE)
 def test_resuming_on_more_layouts_is_the_same_run(
-    pool: Pool, straight: Continued, saved: Any, before: str, after: str
+    pool: Pool, straight: dict[bool, Continued], saved: Any, before: str, after: str
 ) -> None:
     _check(pool, straight, saved, before, after)

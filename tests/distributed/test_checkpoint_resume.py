@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from models.config import MoEConfig
 from parallel.config import Config
 from parallel.retention import complete_checkpoints, read_index
 from parallel.strategy import QuintetStrategy
@@ -19,6 +20,7 @@ from tests.distributed.resume import Outcome, run, with_run
 
 RUN = "tests.distributed.resume:run"
 SP = {"sequence_parallel": True, "loss_parallel": True}
+EXPERTS = MoEConfig(8, 2, 20, balance_loss=0.1, bias_update_rate=0.02)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "tp2 sp": (2, {"tp": 2} | SP),
@@ -27,14 +29,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "replicas": (4, {"zero": 2, "dp_replicate": 2}),
     "pp2": (2, {"pp": 2}),
     "zbv": (2, {"pp": 2, "pp_schedule": "zbv_zero_bubble", "virtual_stages": 2}),
-    "tp2 pp2 zero1": (8, {"tp": 2, "pp": 2, "zero": 1} | SP),
+    "cp2": (2, {"cp": 2}),
+    "ep2": (2, {"ep": 2, "zero": 1, "model": {"moe": EXPERTS}}),
+}
+FOUR_AXES: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2 pp2 ep2 zero2": (8, {"tp": 2, "pp": 2, "ep": 2, "zero": 2, "model": {"moe": EXPERTS}} | SP)
 }
 
 
 def _config(layout: dict[str, Any]) -> Config:
     layout = dict(layout)
     data = {"global_batch": 8, "micro_batch": 2} | layout.pop("data", {})
-    model = {"dropout": 0.1, "num_hidden_layers": 4, "vocab_size": 66}
+    model = {"dropout": 0.1, "num_hidden_layers": 4, "vocab_size": 66} | layout.pop("model", {})
     return make_config(model, data, "fp32", "adamw", **layout)
 
 
@@ -48,11 +54,11 @@ def _equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
     assert [name for name in one if not torch.equal(one[name], two[name])] == []
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.long) for name in FOUR_AXES)])
 def test_given_a_run_that_dies_when_run_again_then_all_it_leaves_is_equal_to_the_bit(
     pool: Pool, tmp_path: Path, name: str
 ) -> None:
-    world, layout = LAYOUTS[name]
+    world, layout = (LAYOUTS | FOUR_AXES)[name]
     config = _config(layout)
     whole: list[Outcome] = pool.run(world, RUN, with_run(config, tmp_path / "whole", 6, 3))
     dying = with_run(config, tmp_path / "dying", 6, 3)
