@@ -39,6 +39,21 @@ class RopeConfig:
     """`yarn`: multiplies cosine and sine; None means 0.1 ln(factor) + 1 (YaRN paper, section 3.4)."""
 
 
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """Low-rank adapters (models/lora.py)."""
+
+    rank: int = 0
+    """0 has none and trains the weights themselves; above 0 only the adapters are trained."""
+    alpha: float = 16.0
+    """What an adapter adds is multiplied by alpha / rank."""
+    targets: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
+    """The layers that have one."""
+
+
 class RouterScore(StrEnum):
     softmax = "softmax"
     sigmoid = "sigmoid"
@@ -194,6 +209,7 @@ class ModelConfig:
     """Probability of dropping an element of the embedding and of each residual branch during training."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights; projections into the residual stream use it over sqrt(2 layers)."""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
 
     def has_experts(self, layer: int) -> bool:
@@ -248,6 +264,21 @@ class ModelConfig:
             raise ConfigError(
                 f"model.rope.scaling={self.rope.scaling} needs model.rope.original_max_position_embeddings, the length "
                 f"before scaling; it is {self.rope.original_max_position_embeddings}."
+            )
+        wrong = [name for name in self.lora.targets if name not in LORA_TARGETS]
+        if self.lora.rank and (wrong or not self.lora.targets):
+            raise ConfigError(
+                f"model.lora.targets={list(self.lora.targets)} must be some of {', '.join(LORA_TARGETS)}."
+            )
+        if self.lora.rank and self.moe.num_experts and {"gate_proj", "up_proj", "down_proj"} & {*self.lora.targets}:
+            raise ConfigError(
+                f"model.lora.targets={list(self.lora.targets)}: experts have no adapters. Write some of q_proj, "
+                f"k_proj, v_proj, o_proj."
+            )
+        if self.lora.rank < 0 or self.lora.alpha <= 0.0:
+            raise ConfigError(
+                f"model.lora.rank={self.lora.rank} must be 0 (no adapters) or more, and model.lora.alpha="
+                f"{self.lora.alpha} above 0."
             )
         if self.rope.scaling != RopeScaling.none and self.rope.factor < 1.0:
             raise ConfigError(f"model.rope.factor={self.rope.factor} must be at least 1 with scaling on.")

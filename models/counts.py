@@ -75,6 +75,17 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def adapter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every adapter's parameters (models/lora.py), under their full names; empty without adapters."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in parameter_shapes(config).items() if config.lora.rank else ():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight" and layer.rpartition(".")[2] in config.lora.targets:
+            shapes[f"{layer}.lora_A.weight"] = (config.lora.rank, shape[1])
+            shapes[f"{layer}.lora_B.weight"] = (shape[0], config.lora.rank)
+    return shapes
+
+
 def parameters_per_layer(config: ModelConfig) -> list[int]:
     """Parameters of every decoder layer."""
     return [sum(map(math.prod, layer_shapes(config, layer).values())) for layer in range(config.num_hidden_layers)]

@@ -11,6 +11,7 @@ from models.attention import Attention, KeyValueCache
 from models.config import ModelConfig
 from models.dropout import DropoutKey, dropout
 from models.feed_forward import FeedForward
+from models.lora import add_adapters
 from models.loss import WholeVocabulary, linear_cross_entropy
 from models.mask import AttentionMask
 from models.moe import MixtureOfExperts, RoutingStep
@@ -121,6 +122,8 @@ class Decoder(nn.Module):
         self.model = DecoderBody(config, layers, first or (last and config.tie_word_embeddings), last)
         self.lm_head = OutputLayer(config) if last else None
         self.tie_weights()
+        if config.lora.rank:
+            add_adapters(self, config.lora)
 
     def tie_weights(self) -> None:
         """Make a tied output weight the embedding's; again after `to_empty`, which makes them two."""

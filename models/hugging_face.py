@@ -1,14 +1,15 @@
-"""Our configuration and parameter names as Hugging Face's, for parity tests and export.
+"""Our configuration and parameter names as Hugging Face's, and theirs as ours, for parity tests, export and import.
 
 Names are equal but for experts, which are stacked here and stand one by one in published checkpoints.
 """
 
 from typing import Any
 
-from models.config import ModelConfig, MoEConfig, RopeScaling
+from models.config import ModelConfig, MoEConfig, RopeConfig, RopeScaling
 from models.counts import is_expert
 from models.errors import ConfigError
 
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _CLASSES = {"qwen3_moe": "Qwen3Moe"}
 
@@ -124,3 +125,84 @@ def config_dict(config: ModelConfig) -> dict[str, Any]:
     if config.sliding_window is not None and family.startswith("qwen"):
         result |= {"use_sliding_window": True, "max_window_layers": 0}
     return result
+
+
+def config_from(published: dict[str, Any], name: str) -> ModelConfig:
+    """The decoder that a Hugging Face config.json describes, whichever version of transformers wrote it.
+
+    Raises ConfigError for a family, an activation or a mix of layers that this decoder does not compute.
+    """
+    family = published.get("model_type")
+    if family not in FAMILIES:
+        raise ConfigError(f"model_type={family} is none of the families that can be imported: {', '.join(FAMILIES)}.")
+    if published.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"hidden_act={published['hidden_act']}: the feed-forward of this decoder is SwiGLU (silu).")
+    window = published.get("sliding_window")
+    if family.startswith("qwen"):
+        window = window if published.get("use_sliding_window", False) else None
+        full = published.get("max_window_layers", 0)
+        if window is not None and full:
+            raise ConfigError(f"max_window_layers={full}: here all layers have a sliding window or none has.")
+    elif family == "llama":
+        window = None
+    heads = published["num_attention_heads"]
+    bias = family == "qwen2" or published.get("attention_bias", False)
+    return ModelConfig(
+        name=name,
+        vocab_size=published["vocab_size"],
+        hidden_size=published["hidden_size"],
+        intermediate_size=published["intermediate_size"],
+        num_hidden_layers=published["num_hidden_layers"],
+        num_attention_heads=heads,
+        num_key_value_heads=published.get("num_key_value_heads") or heads,
+        head_dim=published.get("head_dim") or published["hidden_size"] // heads,
+        max_position_embeddings=published["max_position_embeddings"],
+        rms_norm_eps=published.get("rms_norm_eps", 1e-6),
+        rope=_rope_from(published),
+        qk_norm=family.startswith("qwen3"),
+        attention_bias=bias,
+        attention_output_bias=bias and family != "qwen2",
+        mlp_bias=published.get("mlp_bias", False),
+        sliding_window=window,
+        tie_word_embeddings=published.get("tie_word_embeddings", False),
+        initializer_range=published.get("initializer_range", 0.02),
+        moe=_moe_from(published),
+    )
+
+
+def _moe_from(published: dict[str, Any]) -> MoEConfig:
+    family = published["model_type"]
+    if family not in ("mixtral", "qwen3_moe"):
+        return MoEConfig()
+    layers, every = range(published["num_hidden_layers"]), published.get("decoder_sparse_step", 1)
+    own = family == "mixtral"
+    dense = [] if own else [n for n in layers if n in published.get("mlp_only_layers", []) or (n + 1) % every]
+    return MoEConfig(
+        num_experts=published.get("num_local_experts") or published["num_experts"],
+        num_experts_per_tok=published["num_experts_per_tok"],
+        intermediate_size=published["intermediate_size" if own else "moe_intermediate_size"],
+        dense_layers=dense,
+        norm_topk_prob=own or published.get("norm_topk_prob", False),
+        balance_loss=published.get("router_aux_loss_coef", 0.0),
+    )
+
+
+def _rope_from(published: dict[str, Any]) -> RopeConfig:
+    """transformers 5 has `rope_parameters`; 4 had `rope_theta` and `rope_scaling`, whose type was once `type`."""
+    rope = published.get("rope_parameters") or published.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = rope.get("rope_theta", published.get("rope_theta", 10000.0))
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind not in set(RopeScaling):
+        raise ConfigError(f"rope_type={kind} is none of default, {', '.join(set(RopeScaling) - {RopeScaling.none})}.")
+    names = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+    given = {name: rope[name] for name in names if rope.get(name) is not None}
+    original = rope.get("original_max_position_embeddings") or published["max_position_embeddings"]
+    needs = kind in (RopeScaling.llama3, RopeScaling.yarn)
+    return RopeConfig(
+        theta=theta,
+        scaling=RopeScaling(kind),
+        original_max_position_embeddings=original if needs else 0,
+        **given,
+    )

@@ -35,8 +35,10 @@ def initialise(
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             parameter.fill_(1.0)
-        elif name.endswith(".bias"):
+        elif name.endswith((".bias", ".lora_B.weight")):  # so that an adapter at first adds nothing
             parameter.zero_()
+        elif name.endswith(".lora_A.weight"):  # the variance that PEFT draws with
+            fill(parameter, seed, name, 1 / math.sqrt(3 * parameter.shape[1]))
         else:
             assert parameter.dim() in (2, 3), f"no rule to initialise {name} of shape {tuple(parameter.shape)}"
             fill(parameter, seed, name, initial_std(config, name))

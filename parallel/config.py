@@ -289,14 +289,29 @@ class SchedulerConfig:
     minimum_ratio: float = 0.1
 
 
+class MetricMode(StrEnum):
+    min = "min"
+    max = "max"
+
+
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When the run's state is written."""
+    """When the run's state is written, and what is kept of it."""
 
     at_end: bool = True
     every_n_steps: int | None = None
+    every_n_minutes: float | None = None
+    """By rank 0's clock, at the end of a step."""
+    asynchronous: bool = True
+    """Training waits only until the state is copied to the host's memory; files are written while it goes on."""
     keep: int = 2
-    """How many complete checkpoints stay; the newest always does."""
+    """How many of the newest complete checkpoints stay."""
+    best: int = 0
+    """How many more stay, by `metric`; one that is among the best is written right after its validation."""
+    metric: str = "val/loss"
+    mode: MetricMode = MetricMode.min
+    mirror: str | None = None
+    """An address that fsspec knows, such as s3://bucket/run: what is kept in the run directory is copied there too."""
 
 
 @dataclass(frozen=True)
@@ -359,5 +374,8 @@ class Config:
     deterministic: bool
     """Only operations that give the same bits every time; an operation without such a kernel stops the run."""
     ckpt: str
-    """`auto`: go on from the newest complete checkpoint of the run directory, if there is one; `none`: start afresh; or
-    the path of a checkpoint or run directory."""
+    """`auto`: go on from the newest sound checkpoint of the run directory, if there is one; `none`: start afresh; or
+    the path of a checkpoint or run directory that a new run begins from, optimizer, step and data included."""
+    weights: str | None = None
+    """What a new run's weights are instead of random: a folder of safetensors as Hugging Face has them, or a checkpoint
+    or run directory, of which the optimizer is then left out. A run that goes on does not look at it."""

@@ -2,6 +2,9 @@
 
 import io
 import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +54,11 @@ class PlainPlanner(DefaultLoadPlanner):
             set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], part)
         else:
             self.state_dict[read_item.dest_index.fqn] = part
+
+
+@contextmanager
+def one_process_is_fine() -> Iterator[None]:
+    """Without torch's warning that a checkpoint is read or written by one process alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -109,12 +109,27 @@ def start_process_group(ranks: Ranks, device: torch.device, timeout_s: float = 1
     )
 
 
+def rank_and_world() -> tuple[int, int]:
+    """This process's number and how many there are; 0 and 1 without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def from_first_rank(value: T) -> T:
     """Rank 0's value, on every rank."""
     values = [value]
-    if dist.get_world_size() > 1:
+    if rank_and_world()[1] > 1:
         dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's value, on every rank."""
+    world = rank_and_world()[1]
+    if world == 1:
+        return [value]
+    values: list[Any] = [None] * world
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def stop_process_group() -> None:

@@ -27,9 +27,8 @@ def block_parameter(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placem
         if isinstance(placement, Shard):
             shape[placement.dim] = len(piece(shape[placement.dim], mesh.size(axis), place[axis]))
     block = torch.empty(shape, dtype=whole.dtype, device=whole.device)
-    return nn.Parameter(
-        DTensor.from_local(block, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
-    )
+    tensor = DTensor.from_local(block, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    return nn.Parameter(tensor, requires_grad=whole.requires_grad)
 
 
 def local(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from models.counts import parameter_shapes
+from models.counts import adapter_shapes, parameter_shapes
 from models.decoder import Decoder
 from models.dropout import DropoutKey
 from models.initialise import initialise
@@ -91,7 +91,7 @@ class ParallelModel:
         if parameter is not None:
             tensor = whole(of(parameter)).detach().clone()
         else:
-            shape = parameter_shapes(self.config.model)[name]
+            shape = (parameter_shapes(self.config.model) | adapter_shapes(self.config.model))[name]
             tensor = torch.empty(shape, dtype=DTYPES[self.config.precision.master], device=self.pipeline.device)
         dist.broadcast(tensor, group=self.pipeline.group, group_src=owner)
         return tensor

@@ -5,8 +5,9 @@ and backward of every microbatch of the step (parallel/step.py), so it zeroes th
 `backward` afterwards only runs the hooks: one path, whatever the layout.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -19,7 +20,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from models.decoder import Decoder
-from parallel.checkpoint import load, save
+from parallel import rng
+from parallel.checkpoint import Saver, load
 from parallel.config import Config
 from parallel.layout import Layout
 from parallel.ranks import Ranks, start_process_group
@@ -39,10 +41,15 @@ class QuintetStrategy(ModelParallelStrategy):
 
     is_distributed = True  # Lightning goes by class names; without this, sync_dist and the like silently do nothing.
 
-    def __init__(self, config: Config, layout: Layout, ranks: Ranks) -> None:
+    def __init__(self, config: Config, layout: Layout, ranks: Ranks, about: Callable[[], dict[str, Any]]) -> None:
+        """`about` gives what a checkpoint says of the run in its run.json."""
         super().__init__()
-        self.config, self.layout, self.ranks = config, layout, ranks
+        self.config, self.layout, self.ranks, self.about = config, layout, ranks, about
         self.parallel: ParallelModel | None = None
+        self.start: Callable[[Decoder], None] | None = None
+        """Gives a new run other weights than random ones."""
+        self._saver: Saver | None = None
+        self._generators: dict[str, Tensor] = {}
 
     @property
     def module(self) -> Trainable:
@@ -78,6 +85,8 @@ class QuintetStrategy(ModelParallelStrategy):
         if self.parallel is None:  # `validate` after `fit` comes here again with the model that was trained
             mesh = make_mesh(self.config, self.layout, self.root_device.type)
             self.parallel = parallelize(self.module.decoder, self.config, self.layout, mesh)
+            if self.start is not None:
+                self.start(self.module.decoder)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -90,6 +99,9 @@ class QuintetStrategy(ModelParallelStrategy):
     def training_step(self, batch: Batch, *_: Any) -> Tensor:
         """Forward and backward of the whole step; returns this data rank's part of the loss."""
         assert self.parallel is not None
+        if self._generators:  # not before: making loaders draws from them
+            rng.restore(self._generators)
+            self._generators = {}
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss, tokens = forward_backward(self.parallel, batch, self.module.trainer.global_step)
@@ -106,12 +118,30 @@ class QuintetStrategy(ModelParallelStrategy):
         self.post_backward(closure_loss)
         return closure_loss
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        save(Path(filepath), self.module.decoder, self.optimizers, checkpoint)
+    @property
+    def saver(self) -> Saver:
+        """Writes this run's checkpoints; made at the first use, by all ranks together."""
+        self._saver = self._saver or Saver()
+        return self._saver
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: dict[str, Any] | None = None
+    ) -> None:
+        """Write a checkpoint and wait for it, as Lightning's own callbacks expect.
+
+        `storage_options` of ours: `asynchronous` (do not wait), `metrics` (known at this step), `then` (see Saver).
+        """
+        options = storage_options or {}
+        about = {"step": checkpoint["global_step"], "metrics": options.get("metrics", {})}
+        about |= {"layout": asdict(self.layout), "zero": self.config.parallelism.zero, **self.about()}
+        decoder = self.module.decoder
+        self.saver.start(Path(filepath), decoder, self.optimizers, checkpoint, about, options.get("then"))
+        if not options.get("asynchronous", False):
+            self.saver.wait()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         optimizers = self.optimizers if self.module.trainer.state.fn == TrainerFn.FITTING else []
-        state = load(Path(checkpoint_path), self.module.decoder, optimizers)
+        state, self._generators = load(Path(checkpoint_path), self.module.decoder, optimizers)
         # The loader begins at the first step that is left, so Lightning must not skip batches of it once more. A save
         # in on_train_batch_end has one batch processed but not completed; Lightning completes it when it restarts.
         progress = state["loops"]["fit_loop"]["epoch_loop.batch_progress"]

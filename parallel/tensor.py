@@ -19,6 +19,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from models.attention import Attention
 from models.decoder import Decoder, DecoderLayer, OutputLayer
 from models.feed_forward import FeedForward
+from models.lora import adapted, adapter_of
 from models.moe import MixtureOfExperts
 from models.norm import RMSNorm, rms_norm
 from models.router import Decision, Router
@@ -62,6 +63,8 @@ def sum_partial_gradients(model: nn.Module, names: list[str], group: ProcessGrou
         return
     parameters = dict(model.named_parameters())
     gradients = [local(gradient) for name in names if (gradient := parameters[name].grad) is not None]
+    if not gradients:  # of weights that stand still
+        return
     summed = all_reduce(torch.cat([gradient.flatten() for gradient in gradients]), group)
     for gradient, part in zip(gradients, summed.split([gradient.numel() for gradient in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
@@ -118,6 +121,9 @@ def _split_columns(linear: nn.Linear, axis: _Axis) -> None:
     """Each rank makes its own outputs."""
     axis.place(linear, _Linear, "weight", Shard(0))
     axis.place(linear, _Linear, "bias", Shard(0))
+    if (adapter := adapter_of(linear)) is not None:
+        axis.place(adapter[0], _Linear, "weight", Replicate(), partial=True)
+        axis.place(adapter[1], _Linear, "weight", Shard(0))
 
 
 def _split_rows(linear: nn.Linear, axis: _Axis) -> None:
@@ -125,6 +131,10 @@ def _split_rows(linear: nn.Linear, axis: _Axis) -> None:
     axis.place(linear, _RowLinear, "weight", Shard(1))
     axis.place(linear, _RowLinear, "bias", Replicate(), partial=axis.sequence)
     cast(_RowLinear, linear).product = axis.leave_rows
+    if (adapter := adapter_of(linear)) is not None:  # B of the parts of A x that ranks have is a part of B A x
+        axis.place(adapter[0], _Linear, "weight", Shard(1))
+        axis.place(adapter[1], _Linear, "weight", Replicate(), partial=True)
+        cast(_RowLinear, linear).product = lambda x, weight: axis.leave(adapted(linear, x, F.linear(x, weight)))
 
 
 def _split_attention(attention: Attention, axis: _Axis) -> None:
@@ -139,6 +149,10 @@ def _split_attention(attention: Attention, axis: _Axis) -> None:
             axis.place(linear, _Linear, "bias", Replicate(), partial=True)
             first = axis.rank * heads // axis.ranks * attention.head_dim
             cast(_Linear, linear).rows = slice(first, first + attention.head_dim)
+            if (adapter := adapter_of(linear)) is not None:
+                axis.place(adapter[0], _Linear, "weight", Replicate(), partial=True)
+                axis.place(adapter[1], _Linear, "weight", Replicate(), partial=True)
+                cast(_Linear, adapter[1]).rows = cast(_Linear, linear).rows
     _split_rows(attention.o_proj, axis)
     axis.hold_whole(attention.q_norm, partial=True)
     axis.hold_whole(attention.k_norm, partial=True)
@@ -189,7 +203,7 @@ class _Linear(nn.Linear):
         return weight[self.rows], None if bias is None else bias[self.rows]
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, *self.blocks())
+        return adapted(self, x, F.linear(x, *self.blocks()))
 
 
 class _RowLinear(nn.Linear):

@@ -1,4 +1,4 @@
-"""What happens beside training: progress, text samples, checkpoints, profiles."""
+"""What happens beside training: progress, text samples, gradients, profiles."""
 
 import json
 import logging
@@ -13,15 +13,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 
-from models.counts import parameter_shapes
+from models.counts import adapter_shapes, parameter_shapes
 from models.generate import generate
-from parallel.checkpoint import checkpoint_name, retain
-from parallel.config import CheckpointConfig
+from parallel.files import write_whole
 from parallel.precision import DTYPES
 from parallel.tensor_file import Entry, write_tensors
 from recipes.data.tokenizer import Tokenizer
 from recipes.metrics import Metrics, MetricsFile
-from recipes.plain import write_whole
 
 log = logging.getLogger("quintet")
 
@@ -111,37 +109,8 @@ class SampleText(Callback):
         log.info("a sample, continued from %r:\n%s", self.prompt, text)
 
 
-class Checkpoints(Callback):
-    """Writes the run's state every n steps and at the end, and removes old ones."""
-
-    def __init__(self, config: CheckpointConfig, folder: Path) -> None:
-        self.config, self.folder = config, folder
-        self._saved = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._saved = trainer.global_step  # what was resumed from is there already
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        every, step = self.config.every_n_steps, trainer.global_step
-        if (self.config.at_end and step == trainer.max_steps) or (every and step % every == 0):
-            self._save(trainer)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.config.at_end:
-            self._save(trainer)  # a run that another callback has stopped
-
-    def _save(self, trainer: Trainer) -> None:
-        step = trainer.global_step
-        if step in (0, self._saved):
-            return
-        trainer.save_checkpoint(self.folder / checkpoint_name(step))
-        self._saved = step
-        if trainer.is_global_zero:
-            retain(self.folder, self.config.keep)
-
-
 class Gradients(Callback):
-    """Writes every parameter's gradient (before clipping) and value at given steps, whole, from any layout.
+    """Writes every trained parameter's gradient (before clipping) and value at given steps, whole, from any layout.
 
     gradients-step{n}.safetensors holds `gradient/<name>` and `value/<name>` (the value before the update of step n).
     """
@@ -156,7 +125,8 @@ class Gradients(Callback):
         model = pl_module.parallel
         dtype = DTYPES[model.config.precision.master]
         entries: list[Entry] = []
-        for name, shape in parameter_shapes(model.config.model).items():
+        trained = adapter_shapes(model.config.model) or parameter_shapes(model.config.model)
+        for name, shape in trained.items():
             gradient = partial(model.whole_everywhere, name, attrgetter("grad"))
             value = partial(model.whole_everywhere, name, methodcaller("detach"))
             entries += [(f"gradient/{name}", shape, dtype, gradient), (f"value/{name}", shape, dtype, value)]

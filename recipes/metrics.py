@@ -17,10 +17,10 @@ from parallel.balance import padded_length
 from parallel.clock import Clock, Recording
 from parallel.config import Config, FloatType
 from parallel.devices import Device
+from parallel.files import write_whole
 from parallel.gradients import require_finite
 from parallel.layout import Layout
 from parallel.plan.timeline import expected_bubble
-from recipes.plain import write_whole
 
 
 class MetricsFile:

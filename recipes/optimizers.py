@@ -19,14 +19,18 @@ def make_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
     """The optimizer over all parameters; decay only where the config wants it."""
     match config:
         case AdamWConfig():
-            groups = _decay_groups(config, dict(model.named_parameters()))
+            groups = _decay_groups(config, _trained(model))
             return AdamW(groups, lr=config.lr, betas=_pair(config.betas), eps=config.eps, fused=config.fused)
         case SGDConfig():
-            groups = _decay_groups(config, dict(model.named_parameters()))
+            groups = _decay_groups(config, _trained(model))
             return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
         case MuonConfig():
             return MuonWithAdamW(config, model)
     raise AssertionError(f"no optimizer for {type(config).__name__}")
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _decay_groups(config: OptimizerConfig, parameters: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
@@ -51,7 +55,7 @@ class MuonWithAdamW(Optimizer):
     def __init__(self, config: MuonConfig, model: nn.Module) -> None:
         if not hasattr(torch.optim, "Muon"):
             raise ConfigError(f"optimizer=muon needs torch 2.9 or newer; this is {torch.__version__}.")
-        named = dict(model.named_parameters())
+        named = _trained(model)
         matrices = {name: parameter for name, parameter in named.items() if ".layers." in name and parameter.dim() == 2}
         others = {name: parameter for name, parameter in named.items() if name not in matrices}
         self._muon = torch.optim.Muon(

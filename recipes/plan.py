@@ -46,7 +46,7 @@ def plan(composed: DictConfig) -> None:
     made = make_plan(config, world_size(config.cluster, config.parallelism, 0), settings.mfu)
     print(text(made))
     if settings.out is not None:
-        from recipes.plain import write_whole
+        from parallel.files import write_whole
         from recipes.plan_page import page
 
         folder = Path(settings.out)

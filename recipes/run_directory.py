@@ -17,9 +17,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from models.errors import ConfigError, RunError
-from parallel.checkpoint import complete_checkpoints
 from parallel.config import Config, RunConfig
-from recipes.plain import plain, write_whole
+from parallel.files import write_whole
+from parallel.retention import complete_checkpoints
+from recipes.plain import plain
 from recipes.schema import read_config
 
 PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "numpy", "datasets", "pyarrow", "tokenizers", "wandb")
@@ -41,8 +42,9 @@ class RunDirectory:
         """
         if not self.writes:
             return
-        if (self.path / DONE).exists() or (self.path / "config.yaml").exists():
-            self._refuse_other_config(config)
+        if (self.path / "config.yaml").exists() or (self.path / DONE).exists():
+            for line in self._changes(config):
+                log.info("changed since this run began: %s", line)
         if config.ckpt == "none" and complete_checkpoints(self.checkpoints):
             raise ConfigError(
                 f"ckpt=none would start afresh in run.dir={self.path}, which holds checkpoints of an earlier start. "
@@ -64,21 +66,28 @@ class RunDirectory:
         """Whether the run of this config ended well here. Raises ConfigError where it was the run of another."""
         if not (self.path / DONE).exists():
             return False
-        self._refuse_other_config(config)
+        self._changes(config)
         return True
 
-    def _refuse_other_config(self, config: Config) -> None:
+    def _changes(self, config: Config) -> list[str]:
+        """What is other than in config.yaml, of that which may be. Raises ConfigError for the rest."""
         try:
-            written = _comparable(read_config(self.path / "config.yaml"))
+            written = read_config(self.path / "config.yaml")
         except ConfigError as error:
             raise ConfigError(f"run.dir={self.path}: {error} Choose another run.dir, or remove it.") from error
-        now = _comparable(config)
-        differ = [key for key in now if now[key] != written[key]]
+        before, now = _comparable(written), _comparable(config)
+        differ = [key for key in now if now[key] != before[key]]
         if differ:
             raise ConfigError(
                 f"run.dir={self.path} holds a run whose config differs in {', '.join(differ)}. Going on would mix two "
                 f"runs: choose another run.dir, or give the settings of {self.path}/config.yaml."
             )
+        old, new = _flat(plain(written)), _flat(plain(config))
+        return [
+            f"{key} {old.get(key)} -> {new.get(key)}"
+            for key in sorted({*old, *new})
+            if old.get(key) != new.get(key) and not key.startswith(("run.", "ckpt", "callbacks.", "logger."))
+        ]
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -114,9 +123,20 @@ class RunDirectory:
 
 
 def _comparable(config: Config) -> dict[str, Any]:
-    """What makes a run the run it is: not where it lies, nor where prepared data does, nor how it was started."""
-    data = replace(config.data, cache_dir="")
-    return plain(replace(config, run=RunConfig("", "", ""), ckpt="", data=data))
+    """What makes a run the run it is: not where it lies, how it is split, what is watched or when it is saved."""
+    data = replace(config.data, cache_dir="", workers=0, micro_batch=1)
+    trainer = replace(config.trainer, log_interval=1, val_interval=None, val_sequences=None)
+    debug = replace(config.debug, detect_anomaly=False, profile=False)
+    own = replace(config, run=RunConfig("", "", ""), ckpt="", data=data, trainer=trainer, debug=debug)
+    free = ("parallelism", "cluster", "checkpoint", "callbacks", "logger")
+    return {key: value for key, value in plain(own).items() if key not in free}
+
+
+def _flat(tree: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {path: tree}
+    parts = [_flat(value, f"{path}.{key}" if path else str(key)) for key, value in tree.items()]
+    return {key: value for part in parts for key, value in part.items()}
 
 
 def environment() -> dict[str, Any]:

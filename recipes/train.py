@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,14 @@ from omegaconf import DictConfig
 
 from models.errors import ConfigError
 from parallel.config import Config
+from parallel.files import write_whole
 from parallel.layout import AXES, Layout, resolve, world_size
 from parallel.plan.plan import as_json, make_plan
 from parallel.plan.problems import refuse
 from parallel.plan.validate import validate
 from recipes import safety
-from recipes.command import command
-from recipes.plain import write_whole
+from recipes.command import command, report
+from recipes.continued import continued
 from recipes.schema import to_config
 
 if TYPE_CHECKING:
@@ -103,6 +105,8 @@ def fit(config: Config, layout: Layout, ranks: "Ranks", run: "RunDirectory", gpu
     from recipes.data.module import Data
     from recipes.metrics import Metrics, MetricsFile
     from recipes.module import LanguageModel
+    from recipes.resume import checkpoint_to_resume, starting_weights
+    from recipes.run_directory import environment, plain
 
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="lightning.pytorch.utilities._pytree")
@@ -122,9 +126,14 @@ def fit(config: Config, layout: Layout, ranks: "Ranks", run: "RunDirectory", gpu
     file = MetricsFile(run.path / "metrics.jsonl") if run.writes else None
     metrics = Metrics(config, file, device, layout)
     callbacks = make_callbacks(config, data, metrics, run)
+    about = {"config": plain(config), "environment": environment()}
 
+    strategy = QuintetStrategy(config, layout, ranks, lambda: about | data.state_dict())
+    resume = checkpoint_to_resume(config, run)
+    if resume is None and config.weights is not None:
+        strategy.start = starting_weights(config.weights, run)
     trainer = Trainer(
-        strategy=QuintetStrategy(config, layout, ranks),
+        strategy=strategy,
         plugins=[RanksEnvironment(ranks)],
         accelerator="cuda" if gpus else "cpu",
         devices=min(ranks.local_world, gpus) if gpus else ranks.local_world,
@@ -145,7 +154,6 @@ def fit(config: Config, layout: Layout, ranks: "Ranks", run: "RunDirectory", gpu
         enable_model_summary=False,
         default_root_dir=run.path,
     )
-    resume = checkpoint_to_resume(config, run)
     if run.writes:
         log.info(describe(config, layout, gpus > 0))
         if resume is not None:
@@ -178,25 +186,17 @@ def describe(config: Config, layout: Layout, on_gpu: bool) -> str:
     )
 
 
-def checkpoint_to_resume(config: Config, run: "RunDirectory") -> Path | None:
-    """What `ckpt` means: a path, the newest complete checkpoint of the run directory, or nothing."""
-    from parallel.checkpoint import complete_checkpoints, find
-
-    if config.ckpt == "auto":
-        return next(iter(reversed(complete_checkpoints(run.checkpoints))), None)
-    return None if config.ckpt == "none" else find(Path(config.ckpt))
-
-
 def make_callbacks(config: Config, data: "Data", metrics: "Metrics", run: "RunDirectory") -> "list[Callback]":
     """Metrics and checkpoints, which every run has, and the config's named nodes between them."""
-    from recipes.callbacks import Checkpoints, Profile, Timeline
+    from recipes.callbacks import Profile, Timeline
+    from recipes.checkpoints import Checkpoints
     from recipes.safety import build
 
     available = {"config": config, "tokenizer": data.tokenizer, "metrics": metrics, "run_dir": run.path}
     chosen = [build(node, **available) for node in config.callbacks.values() if node]
     profile = [Profile(run.path)] if config.debug.profile else []
     timeline = [Timeline(run.path)] if config.parallelism.pp > 1 else []
-    return [metrics, *chosen, *profile, *timeline, Checkpoints(config.checkpoint, run.checkpoints)]
+    return [metrics, *chosen, *profile, *timeline, Checkpoints(config, run.checkpoints)]
 
 
 def make_loggers(config: Config, run: "RunDirectory") -> "list[Logger]":
@@ -224,4 +224,8 @@ def is_checkpoint_callback(callback: "Callback") -> bool:
 
 
 if __name__ == "__main__":
+    try:
+        sys.argv[1:] = continued(sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(report(error))
     command("config", train)

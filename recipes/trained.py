@@ -7,9 +7,10 @@ import torch
 
 from models.decoder import Decoder
 from models.errors import ConfigError
-from parallel.checkpoint import find, load
+from parallel.checkpoint import load
 from parallel.config import Config
 from parallel.precision import DTYPES
+from parallel.retention import find
 from recipes.schema import read_config
 
 
@@ -23,8 +24,8 @@ class Trained:
     device: torch.device
 
 
-def load_trained(run: str) -> Trained:
-    """The newest complete checkpoint of a run directory, or the checkpoint that `run` itself is.
+def find_trained(run: str) -> tuple[Config, Path]:
+    """Config and newest sound checkpoint of a run directory, or of the checkpoint that `run` itself is.
 
     Raises ConfigError where there is none. The config is checked like one from the command line.
     """
@@ -33,7 +34,12 @@ def load_trained(run: str) -> Trained:
     path = Path(run)
     checkpoint = find(path)
     directory = path if (path / "config.yaml").exists() else checkpoint.parent.parent
-    config = read_config(directory / "config.yaml")
+    return read_config(directory / "config.yaml"), checkpoint
+
+
+def load_trained(run: str) -> Trained:
+    """The model of `find_trained`, on a GPU if there is one and the run was not on a CPU."""
+    config, checkpoint = find_trained(run)
     device = torch.device("cuda" if torch.cuda.is_available() and config.cluster.device != "cpu" else "cpu")
     with torch.device("meta"):
         decoder = Decoder(config.model)

@@ -19,6 +19,8 @@ OF_CONFIG = (
     run.optimizer,
     run.scheduler,
     run.loop,
+    run.checkpoint,
+    run.adapters,
 )
 """Rules that a config keeps or breaks by itself."""
 OF_LAYOUT = (

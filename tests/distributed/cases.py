@@ -171,7 +171,8 @@ def _train(config: Config, steps: int) -> Trace:
         part, tokens = forward_backward(model, batch, step)
         trace.losses.append(float(model.sum_of_parts(part)))
         trace.tokens.append(int(tokens))
-        gradients = {name: parameter.grad for name, parameter in decoder.named_parameters()}
+        gradients = {name: p.grad for name, p in decoder.named_parameters() if p.requires_grad}
+        assert all(p.grad is None for p in decoder.parameters() if not p.requires_grad)
         trace.gradients.append({name: whole(gradient).clone() for name, gradient in gradients.items()})
         trace.norms.append(float(clip(model).norm))
         optimizer.step()
@@ -254,19 +255,32 @@ def samples_read(config: Config, traces: list[Trace]) -> list[list[int]]:
     return [[number for part in parts for number in part[step]] for step in range(len(traces[0].samples))]
 
 
-def resumed(config: Config, folder: Path, first: int, last: int) -> dict[str, Tensor]:
-    """Weights after steps `first` to `last` - 1, from the checkpoint in `folder` if there is one; saves there."""
+@dataclass
+class Continued:
+    """Some steps of a run, on one rank."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    """Parameters and routers' biases after the last step, whole."""
+
+
+def resumed(config: Config, folder: Path, first: int, last: int, save_last: bool = True) -> Continued:
+    """Steps `first` to `last` - 1, from the checkpoint `first` in `folder` if it is not 0; saves there as `last`."""
     model, batches = build(config)
     optimizer = make_optimizer(config.optimizer, model.decoder)
     if first:
         load(folder / str(first), model.decoder, [optimizer])
+    losses = []
     for step in range(first, last):
         optimizer.zero_grad()
-        forward_backward(model, batches[step], step)
+        part, _ = forward_backward(model, batches[step], step)
+        losses.append(float(model.sum_of_parts(part)))
         clip(model)
         optimizer.step()
-    save(folder / str(last), model.decoder, [optimizer], {})
-    return {name: whole(parameter.detach()).clone() for name, parameter in model.decoder.named_parameters()}
+    if save_last:
+        save(folder / str(last), model.decoder, [optimizer], {}, {})
+    weights = {name: whole(parameter.detach()).clone() for name, parameter in model.decoder.named_parameters()}
+    return Continued(losses, weights | _biases(model.decoder))
 
 
 def merged(traces: list[Trace]) -> Trace:

@@ -62,8 +62,8 @@ SIX = [
 ]
 
 
-def _kill_at(folder: Path, step: int) -> None:
-    process = start("train", *SIX, f"run.dir={folder}")
+def _kill_at(folder: Path, step: int, *more: str) -> None:
+    process = start("train", *SIX, f"run.dir={folder}", *more)
     mark = folder / "checkpoints" / f"step-{step:08d}" / "COMPLETE"
     while not mark.exists():
         assert process.poll() is None, process.communicate()
@@ -75,21 +75,31 @@ def _kill_at(folder: Path, step: int) -> None:
 
 
 def test_given_a_run_that_was_killed_when_run_again_then_it_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    # S-40: by `run=`, with other loader processes, in the same W&B run.
     reference = start("train", *SIX, f"run.dir={tmp_path}/whole")
-    _kill_at(tmp_path / "killed", 3)
+    _kill_at(tmp_path / "killed", 3, "data.workers=2", "logger=wandb")
     with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "loss": 1.0}\n{"step": 5, "lo')  # what the kill may have left
-    again = start("train", *SIX, f"run.dir={tmp_path}/killed")
+    again = start("train", f"run={tmp_path}/killed", "data.workers=0")
     succeed(reference)
     done = finish(again)
     assert done.returncode == 0, done.stderr
     assert "going on from" in done.stderr
     assert "step-00000003" in done.stderr
+    assert "changed since this run began: data.workers 2 -> 0" in done.stderr
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
     assert [row["step"] for row in metrics(tmp_path / "whole")] == [1, 2, 3, 4, 5, 6]
     assert_same_weights(tmp_path / "killed", tmp_path / "whole")
     final = [json.loads((tmp_path / name / "DONE").read_text())["val/loss"] for name in ("killed", "whole")]
     assert final[0] == final[1]
+    files = [path.name for path in (tmp_path / "killed" / "wandb").glob("offline-run-*/*.wandb")]
+    assert files == ["run-x.wandb"] * 2
+
+
+def test_given_what_is_no_run_directory_when_gone_on_with_then_it_is_refused(tmp_path: Path) -> None:
+    done = run("train", f"run={tmp_path}")
+    assert done.returncode == 2, done.stderr
+    assert "overrides.yaml is missing, so it is not a run directory" in done.stderr
 
 
 OFTEN = [*MICRO, "checkpoint.every_n_steps=1", "checkpoint.keep=1", "run.id=x", "logger=none"]
@@ -100,7 +110,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run of 3 steps that ended well."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     succeed(start("train", *OFTEN, f"run.dir={folder}"))
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]
+    assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-00000003"]
     return folder
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from models.errors import ConfigError, RunError
-from parallel import checkpoint
+from parallel.files import write_whole
 from recipes.metrics import MetricsFile
-from recipes.plain import write_whole
 from recipes.run_directory import RunDirectory
 from recipes.schema import read_config
 from tests.small import config
@@ -128,27 +127,3 @@ def test_given_a_run_directory_with_a_torn_config_when_created_then_it_is_refuse
     (tmp_path / "config.yaml").write_text(torn)
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         RunDirectory(tmp_path).create(config(), [])
-
-
-def _checkpoint(folder: Path, step: int, complete: bool = True) -> Path:
-    path = folder / checkpoint.checkpoint_name(step)
-    path.mkdir(parents=True)
-    if complete:
-        (path / checkpoint.COMPLETE).touch()
-    return path
-
-
-def test_given_checkpoints_when_looked_for_then_only_complete_ones_are_believed_and_the_newest_wins(
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "checkpoints"
-    kept = [_checkpoint(folder, step) for step in (5, 40, 100)]
-    torn = _checkpoint(folder, 200, complete=False)
-    assert checkpoint.complete_checkpoints(folder) == kept
-    assert checkpoint.find(tmp_path) == kept[-1]
-    assert checkpoint.find(kept[0]) == kept[0]
-    for nothing in (torn, tmp_path / "nowhere", folder):
-        with pytest.raises(ConfigError, match="neither a complete checkpoint"):
-            checkpoint.find(nothing)
-    checkpoint.retain(folder, 2)
-    assert checkpoint.complete_checkpoints(folder) == kept[1:]

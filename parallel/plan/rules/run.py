@@ -231,3 +231,55 @@ def loop_costs(config: Config) -> Iterator[Fault]:
         yield Fault("profile", f"debug.profile traces steps 5 to 7, and trainer.max_steps={steps}: nothing is traced.")
     if config.debug.detect_anomaly and config.cluster.device in DEVICES:
         yield Fault("anomaly", "debug.detect_anomaly=true checks every operation and makes a GPU wait for each.")
+
+
+def checkpoint(config: Config) -> Iterator[Fault]:
+    """When checkpoints are written and which are kept."""
+    chosen, known = config.checkpoint, ("val/loss", "val/perplexity", "val/loss_per_byte")
+    minutes = chosen.every_n_minutes
+    if minutes is not None and not 0.0 < minutes < inf:
+        yield Fault(
+            "checkpoint-minutes",
+            f"checkpoint.every_n_minutes={minutes} must be above 0, or null.",
+            {"checkpoint.every_n_minutes": [10.0, None]},
+        )
+    if chosen.best < 0:
+        yield Fault("checkpoint-best", f"checkpoint.best={chosen.best} must be 0 or more.", {"checkpoint.best": [0]})
+    if chosen.best > 0 and config.trainer.val_interval is None:
+        yield Fault(
+            "checkpoint-best",
+            f"checkpoint.best={chosen.best} goes by checkpoint.metric={chosen.metric}, which is known after a "
+            f"validation, and trainer.val_interval=null validates only at the end.",
+            {"trainer.val_interval": [max(config.trainer.max_steps // 10, 1)], "checkpoint.best": [0]},
+        )
+    if chosen.metric not in known:
+        yield Fault(
+            "checkpoint-metric",
+            f"checkpoint.metric={chosen.metric} is none of {', '.join(known)}.",
+            {"checkpoint.metric": ["val/loss"]},
+        )
+    if chosen.mirror is not None and "://" not in chosen.mirror:
+        yield Fault(
+            "checkpoint-mirror",
+            f"checkpoint.mirror={chosen.mirror} is no address such as s3://bucket/run.",
+            {"checkpoint.mirror": [None]},
+        )
+
+
+def adapters(config: Config) -> Iterator[Fault]:
+    """Adapters stand beside weights that were trained, and where every linear layer computes by itself."""
+    rank = config.model.lora.rank
+    if rank and config.weights is None and config.ckpt in ("auto", "none"):
+        yield Fault(
+            "adapters-of-nothing",
+            f"model.lora.rank={rank} trains adapters of weights that stand still, and these would be random. Write "
+            f"weights=<a checkpoint, run directory or folder of safetensors>.",
+            {"model.lora.rank": [0]},
+        )
+    if rank and config.parallelism.async_tp:
+        yield Fault(
+            "adapters-async",
+            f"model.lora.rank={rank}: parallelism.async_tp=true multiplies several weights at once and knows no "
+            f"adapters.",
+            {"parallelism.async_tp": [False], "model.lora.rank": [0]},
+        )
