@@ -3,6 +3,7 @@
 A group of one rank, or None, sends nothing.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,6 +75,25 @@ def exchange(transfer: Transfer, group: ProcessGroup, tag: int) -> list[dist.Wor
     if to_fill is not None:
         operations.append(dist.P2POp(dist.irecv, to_fill, group=group, group_peer=source, tag=tag))
     return dist.batch_isend_irecv(operations) if operations else []
+
+
+def begin_all_reduce(x: Tensor, group: ProcessGroup | None, op: Any = ReduceOp.SUM) -> Callable[[], Tensor]:
+    """Start an all_reduce of x, which is given up to it; calling what is returned waits for the result."""
+    work = dist.all_reduce(x, op=op, group=group, async_op=True)
+    return lambda: _finished(work, x)
+
+
+def begin_all_gather(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
+    """Start an all_gather of the ranks' x along dimension 0; calling what is returned waits for the result."""
+    result = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    work = _all_gather(result, x, group=group, async_op=True)
+    return lambda: _finished(work, result)
+
+
+def _finished(work: Any, result: Tensor) -> Tensor:
+    if work is not None:
+        work.wait()
+    return result
 
 
 class _Enter(torch.autograd.Function):

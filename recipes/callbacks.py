@@ -123,13 +123,14 @@ class Checkpoints(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         every, step = self.config.every_n_steps, trainer.global_step
         if (self.config.at_end and step == trainer.max_steps) or (every and step % every == 0):
-            self._save(trainer)
+            self.save_now(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.config.at_end:
-            self._save(trainer)  # a run that another callback has stopped
+            self.save_now(trainer)  # a run that another callback has stopped
 
-    def _save(self, trainer: Trainer) -> None:
+    def save_now(self, trainer: Trainer) -> None:
+        """Save at the end of a step, unless that step is saved already."""
         step = trainer.global_step
         if step in (0, self._saved):
             return

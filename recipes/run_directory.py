@@ -1,12 +1,7 @@
 """The run directory: what a run leaves behind, written so that a half-written file is never believed."""
 
-import importlib.metadata
 import json
 import logging
-import os
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +13,12 @@ from omegaconf import OmegaConf
 
 from models.errors import ConfigError, RunError
 from parallel.checkpoint import complete_checkpoints
+from parallel.cluster import SlurmConfig, WatchConfig
 from parallel.config import Config, RunConfig
+from recipes.environment import environment
 from recipes.plain import plain, write_whole
 from recipes.schema import read_config
 
-PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "numpy", "datasets", "pyarrow", "tokenizers", "wandb")
 DONE, FAILED = "DONE", "FAILED"
 log = logging.getLogger("quintet")
 
@@ -42,7 +38,7 @@ class RunDirectory:
         if not self.writes:
             return
         if (self.path / DONE).exists() or (self.path / "config.yaml").exists():
-            self._refuse_other_config(config)
+            self.refuse_other_config(config)
         if config.ckpt == "none" and complete_checkpoints(self.checkpoints):
             raise ConfigError(
                 f"ckpt=none would start afresh in run.dir={self.path}, which holds checkpoints of an earlier start. "
@@ -64,10 +60,11 @@ class RunDirectory:
         """Whether the run of this config ended well here. Raises ConfigError where it was the run of another."""
         if not (self.path / DONE).exists():
             return False
-        self._refuse_other_config(config)
+        self.refuse_other_config(config)
         return True
 
-    def _refuse_other_config(self, config: Config) -> None:
+    def refuse_other_config(self, config: Config) -> None:
+        """Raise ConfigError where the directory holds the run of another config."""
         try:
             written = _comparable(read_config(self.path / "config.yaml"))
         except ConfigError as error:
@@ -113,46 +110,17 @@ class RunDirectory:
             log.error("could not write %s", self.path / FAILED)
 
 
+def first_failure(path: Path, reason: str) -> None:
+    """Leave FAILED, unless it is there: the rank that failed first is the cause of those that fail after it."""
+    try:
+        with (path / FAILED).open("x") as file:
+            file.write(reason.rstrip() + "\n")
+    except OSError:
+        log.error("could not write %s, or it is there already", path / FAILED)
+
+
 def _comparable(config: Config) -> dict[str, Any]:
     """What makes a run the run it is: not where it lies, nor where prepared data does, nor how it was started."""
     data = replace(config.data, cache_dir="")
-    return plain(replace(config, run=RunConfig("", "", ""), ckpt="", data=data))
-
-
-def environment() -> dict[str, Any]:
-    """What is installed and on what machine: packages, git commit and dirty flag, host, processors, GPUs."""
-    import torch
-
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {
-        "python": sys.version.split()[0],
-        "packages": {name: _version(name) for name in PACKAGES},
-        "git": git_state(),
-        "host": platform.node(),
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "gpus": gpus,
-        "cuda": torch.version.cuda,
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def git_state() -> dict[str, Any]:
-    """Commit of the checkout and whether tracked files differ from it; None where this is no checkout."""
-    root = Path(__file__).resolve().parent.parent
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    commit = git("rev-parse", "HEAD")
-    return {"commit": commit, "dirty": bool(git("status", "--porcelain", "-uno")) if commit else None}
+    cluster = replace(config.cluster, environment={}, slurm=SlurmConfig(), watch=WatchConfig())
+    return plain(replace(config, run=RunConfig("", "", ""), ckpt="", data=data, cluster=cluster))

@@ -7,7 +7,7 @@ from parallel.config import Config
 from parallel.layout import resolve
 from parallel.plan.problems import Fault, Problem, Severity
 from parallel.plan.repair import advice, repairs
-from parallel.plan.rules import context, fit, layout, model, pipeline, run, sharding, tensor
+from parallel.plan.rules import cluster, context, fit, layout, model, pipeline, run, sharding, tensor
 
 OF_CONFIG = (
     model.shape,
@@ -20,6 +20,9 @@ OF_CONFIG = (
     run.optimizer,
     run.scheduler,
     run.loop,
+    cluster.variables,
+    cluster.slurm,
+    cluster.watch,
 )
 """Rules that a config keeps or breaks by itself."""
 OF_LAYOUT = (layout.batch, tensor.splits, context.method, sharding.sharding, pipeline.stages, pipeline.microbatches)
