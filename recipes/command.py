@@ -19,7 +19,6 @@ from typing import Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -28,7 +27,6 @@ from omegaconf.errors import OmegaConfBaseException
 from models.errors import ConfigError, RunError
 from recipes import schema
 from recipes.completion import completes_in_bash
-from recipes.sweep import SlurmLauncher
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
@@ -52,7 +50,7 @@ def command(
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and leaving with 1 for everything.
     OmegaConf.register_new_resolver("run_id", new_run_id, replace=True, use_cache=True)
     schema.register(extra_schema)
-    Plugins.instance().register(SlurmLauncher)
+    sys.path.append(str(CONF.parent / "slurm"))  # Hydra finds hydra_plugins there
     if own_schema is not None:
         ConfigStore.instance().store(name=f"{config_name}_schema", node=own_schema)
     start_console_log()

@@ -1,22 +1,20 @@
 """Sweeps on SLURM: `python -m recipes.train --multirun hydra/launcher=slurm cluster=slurm_h100 optimizer.lr=1e-3,3e-3`.
 
-A launcher plugin of Hydra: each point becomes a job as `recipes.submit` makes it, of as many nodes as its config says.
-This process submits no more than `concurrent` at a time, waits for all, and prints one table; a point that fails does
-not end the sweep. It needs little and may be left in tmux on the login node. If it ends, the jobs go on.
+Hydra's launcher plugin (slurm/hydra_plugins/) comes here: each point becomes a job as `recipes.submit` makes it, of as
+many nodes as its config says. This process submits no more than `concurrent` at a time, waits for all, and prints one
+table; a point that fails does not end the sweep. It needs little and may be left in tmux on the login node. If it ends,
+the jobs go on.
 """
 
 import json
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
-from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from models.errors import ConfigError, RunError
 from recipes.jobs import Job, enqueue, in_queue, make_job
@@ -48,31 +46,27 @@ class Point:
         return f"failed: {reason}"
 
 
-class SlurmLauncher(Launcher):
-    """Hydra makes it from conf/hydra/launcher/slurm.yaml."""
+class Sweep:
+    """What `hydra/launcher=slurm` does with the points that Hydra's sweeper has made."""
 
-    def __init__(self, concurrent: int, poll_s: float) -> None:
-        self.concurrent, self.poll_s = concurrent, poll_s
-        self.config: Any = None
-        self.hydra_context: Any = None
+    def __init__(self, config: DictConfig, loader: Any, concurrent: int, poll_s: float) -> None:
+        """`loader` is Hydra's, which composes the config of a point."""
+        self.config: Any = config
+        self.loader, self.concurrent, self.poll_s = loader, concurrent, poll_s
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """What Hydra hands over. The task is not called here: the jobs call it."""
-        self.config, self.hydra_context = config, hydra_context
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+    def run(self, job_overrides: list[list[str]], first: int) -> list[JobReturn]:
         """Submit all points, wait for them, show how they ended. Raises RunError at the end where any has not."""
         if self.concurrent < 1 or self.poll_s <= 0:
             raise ConfigError("hydra.launcher.concurrent must be at least 1, and hydra.launcher.poll_s above 0.")
         setup_globals()
-        points = [Point(list(overrides)) for overrides in job_overrides]
+        points = [Point(overrides) for overrides in job_overrides]
         outcomes: dict[int, str] = {}
         waiting = list(range(len(points)))
         while len(outcomes) < len(points):
             running = [index for index in range(len(points)) if index not in waiting and index not in outcomes]
             for index in waiting[: self.concurrent - len(running)]:
                 waiting.remove(index)
-                self._submit(points[index], initial_job_idx + index)
+                self._submit(points[index], first + index)
                 running.append(index)
             for index in running:
                 if outcome := points[index].outcome():
@@ -91,11 +85,11 @@ class SlurmLauncher(Launcher):
 
     def _submit(self, point: Point, index: int) -> None:
         try:
-            loader = self.hydra_context.config_loader
-            composed = loader.load_sweep_config(self.config, point.overrides)
+            composed = self.loader.load_sweep_config(self.config, point.overrides)
             OmegaConf.clear_cache(composed)  # or every point would be called as the first
-            with_hydra = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
-            config = to_config(with_hydra)
+            with open_dict(composed):
+                del composed["hydra"]  # it is Hydra's, not the run's
+            config = to_config(composed)
             point.job = make_job(config, point.overrides)
             point.number = enqueue(point.job)
         except (ConfigError, RunError) as error:
@@ -112,9 +106,11 @@ class SlurmLauncher(Launcher):
         from rich.table import Table
 
         table = Table("point", "job", "outcome", "loss", "run directory")
+        common = set.intersection(*(set(point.overrides) for point in points)) if len(points) > 1 else set()
         for row in rows:
+            swept = [word for word in row["overrides"] if word not in common]
             loss = "" if row["loss"] is None else f"{row['loss']:.4f}"
-            table.add_row(" ".join(row["overrides"]), row["job"], row["outcome"], loss, row["run_dir"])
+            table.add_row(" ".join(swept), row["job"], row["outcome"], loss, row["run_dir"])
         Console(stderr=True).print(table)
 
 

@@ -67,7 +67,7 @@ def test_given_a_bad_node_when_asked_to_exclude_it_then_the_job_waits_for_anothe
     job = submit(*RUN, *exclude, planted, f"run.root={tmp_path}", "run.id=a")
     wait_for(lambda: field(job, "Restarts") == "1", "a restart", 120, tmp_path / "tiny/a")
     wait_for(lambda: field(job, "ExcNodeList") == "node2", "node2 to be excluded", 30)
-    assert field(job, "JobState") == "PENDING"
+    wait_for(lambda: field(job, "JobState") == "PENDING", "the job to wait", 60)
     slurm("scancel", job)
     wait_for(lambda: field(job, "JobState") == "CANCELLED", "the end")
 

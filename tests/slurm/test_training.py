@@ -16,6 +16,7 @@ def _rows(run: Path) -> list[dict]:
     return [{key: row[key] for key in ("step", "loss", "grad_norm", "tokens")} for row in rows]
 
 
+@pytest.mark.timeout(600)
 def test_two_nodes_of_four_tasks_train_as_one_process_does(cluster: Path, tmp_path: Path) -> None:
     job = submit(
         *TINY, *SPLIT, f"run.root={tmp_path}", "run.id=slurm", "logger=wandb", "cluster.slurm.health_gate=true"
