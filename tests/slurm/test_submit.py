@@ -17,7 +17,7 @@ from tests.small import config, options
 
 GOLDEN = Path(__file__).parent / "golden"
 PROFILES = [name for name in options("cluster") if name != "local"]
-DEEP = ["model=llama3_8b", "data=synthetic", "data.seq_len=4096", "data.global_batch=1024", "run.id=golden"]
+DEEP = ["data=synthetic", "data.global_batch=1024", "run.id=golden"]
 EVIL = [
     "$(touch {0}/pwned)",
     "`touch {0}/pwned`",
