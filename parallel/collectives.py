@@ -3,6 +3,7 @@
 A group of one rank, or None, sends nothing.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,6 +85,25 @@ def all_gather_into(out: Tensor, x: Tensor, group: ProcessGroup | None) -> None:
 def reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup | None) -> None:
     """`reduce_scatter` along the first dimension into a tensor that is there."""
     _reduce_scatter(out, x, group=group)
+
+
+def begin_all_reduce(x: Tensor, group: ProcessGroup | None, op: Any = ReduceOp.SUM) -> Callable[[], Tensor]:
+    """Start an all_reduce of x, which is given up to it; calling what is returned waits for the result."""
+    work = dist.all_reduce(x, op=op, group=group, async_op=True)
+    return lambda: _finished(work, x)
+
+
+def begin_all_gather(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
+    """Start an all_gather of the ranks' x along dimension 0; calling what is returned waits for the result."""
+    result = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    work = _all_gather(result, x, group=group, async_op=True)
+    return lambda: _finished(work, result)
+
+
+def _finished(work: Any, result: Tensor) -> Tensor:
+    if work is not None:
+        work.wait()
+    return result
 
 
 class _Enter(torch.autograd.Function):

@@ -10,6 +10,7 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.errors import ConfigError
+from parallel.cluster import SlurmConfig, WatchConfig
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,10 @@ class ClusterConfig:
     """Between nodes, what one device can send in a second, in gigabytes (10^9 bytes); for `plan`. None: not known."""
     threads: int | None = None
     """CPU threads per process; None leaves torch's choice."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that every rank of a submitted job gets: NCCL's, the network's."""
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
 
 
 class TokenizerKind(StrEnum):

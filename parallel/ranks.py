@@ -1,20 +1,26 @@
 """Who this process is among the processes of a run, and how they find each other."""
 
 import os
+import platform
 import re
+import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from models.errors import ConfigError
+from models.errors import ConfigError, RunError
 
 T = TypeVar("T")
 STORE_VARIABLE = "QUINTET_STORE"
 """A file on this machine through which the processes of our own launcher meet: no port that another could take."""
+MEETING_VARIABLE = "QUINTET_MEETING"
+"""A file that all nodes see, where rank 0 of a submitted job says on which address and port it listens."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,11 @@ class Ranks:
     local_world: int = 1
     launcher: str = "none"
     """Who started the processes: `none`, `quintet`, `torchrun` or `srun`."""
+
+
+def node_name() -> str:
+    """What SLURM calls this node, or else the host's own name."""
+    return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
 def detect(environment: Mapping[str, str] = os.environ) -> Ranks:
@@ -50,11 +61,26 @@ def detect(environment: Mapping[str, str] = os.environ) -> Ranks:
     # The step's own number: a batch script, too, has SLURM_PROCID and the number of tasks of the whole job.
     if "SLURM_PROCID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         tasks = int(environment["SLURM_STEP_NUM_TASKS"])
-        nodes = int(environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES", "1")))
         return Ranks(
-            int(environment["SLURM_PROCID"]), tasks, int(environment["SLURM_LOCALID"]), max(tasks // nodes, 1), "srun"
+            int(environment["SLURM_PROCID"]),
+            tasks,
+            int(environment["SLURM_LOCALID"]),
+            _tasks_on_this_node(environment, tasks),
+            "srun",
         )
     return Ranks()
+
+
+def _tasks_on_this_node(environment: Mapping[str, str], tasks: int) -> int:
+    """From a list such as 4(x2),3: four tasks on each of two nodes, three on the next."""
+    listed = environment.get("SLURM_STEP_TASKS_PER_NODE")
+    if listed is None:
+        return max(tasks // int(environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES", "1"))), 1)
+    counts: list[int] = []
+    for part in listed.split(","):
+        count, _, repeated = part.rstrip(")").partition("(x")
+        counts += [int(count)] * int(repeated or 1)
+    return counts[int(environment.get("SLURM_NODEID", "0"))]
 
 
 def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
@@ -97,6 +123,8 @@ def start_process_group(ranks: Ranks, device: torch.device, timeout_s: float = 1
         store: dist.Store = dist.HashStore()
     elif STORE_VARIABLE in os.environ:
         store = dist.FileStore(os.environ[STORE_VARIABLE], ranks.world)
+    elif MEETING_VARIABLE in os.environ and ranks.launcher == "srun":
+        store = _meet(Path(os.environ[MEETING_VARIABLE]), ranks, timeout)
     else:
         if ranks.launcher == "srun":
             address, port = slurm_meeting_point(os.environ)
@@ -112,6 +140,24 @@ def start_process_group(ranks: Ranks, device: torch.device, timeout_s: float = 1
 def rank_and_world() -> tuple[int, int]:
     """This process's number and how many there are; 0 and 1 without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _meet(file: Path, ranks: Ranks, timeout: timedelta) -> dist.Store:
+    """The store of a submitted job. Rank 0 holds its port before it names it, so that no neighbour can take it."""
+    if ranks.rank == 0:
+        address = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        store = dist.TCPStore(address, 0, ranks.world, is_master=True, timeout=timeout, wait_for_workers=False)
+        partial = file.with_name(f".{file.name}.partial")
+        partial.write_text(f"{address} {store.port}")
+        partial.replace(file)
+        return store
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not file.exists():
+        if time.monotonic() > deadline:
+            raise RunError(f"rank 0 left no word in {file} for {timeout}; do all nodes see this folder?")
+        time.sleep(0.05)
+    address, port = file.read_text().split()
+    return dist.TCPStore(address, int(port), ranks.world, is_master=False, timeout=timeout)
 
 
 def from_first_rank(value: T) -> T:
@@ -130,6 +176,12 @@ def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     values: list[Any] = [None] * world
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def wait_for_all() -> None:
+    """Return when every rank has come here."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def stop_process_group() -> None:

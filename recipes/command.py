@@ -50,6 +50,7 @@ def command(
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and leaving with 1 for everything.
     OmegaConf.register_new_resolver("run_id", new_run_id, replace=True, use_cache=True)
     schema.register(extra_schema)
+    sys.path.append(str(CONF.parent / "slurm"))  # Hydra finds hydra_plugins there
     if own_schema is not None:
         ConfigStore.instance().store(name=f"{config_name}_schema", node=own_schema)
     start_console_log()

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -10,14 +11,18 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from models.errors import ConfigError, RunError
-from parallel.ranks import STORE_VARIABLE
+from parallel.ranks import STORE_VARIABLE, Ranks, node_name
+from parallel.watch import Watch
+from recipes.run_directory import first_failure
+from recipes.signals import ENDING, RunInterruptedError
 
 ERROR_VARIABLE = "QUINTET_ERROR_FILE"
 """Where a process that our launcher started leaves why it failed."""
+log = logging.getLogger("quintet")
 _GRACE_S = 3.0  # between asking the others to end and ending them
 
 
@@ -26,12 +31,13 @@ def run_on_ranks(module: str, overrides: list[str], world: int, run_id: str) -> 
 
     The children get the overrides of this one job, never --multirun, so that they do not repeat a sweep. If one fails
     the others are ended, and RunError (or ConfigError, if it refused its config) says which rank it was, with its own
-    traceback. An interrupt ends them all. Every process dies with this one.
+    traceback. An interrupt ends them all; SIGTERM and SIGUSR1 are passed on, for them to save and end. Every process
+    dies with this one.
     """
-    fail_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="quintet-") as folder:
         ranks = [_start(module, overrides, rank, world, run_id, Path(folder)) for rank in range(world)]
         try:
+            _pass_on_signals(ranks)
             failed = _wait_for_failures(ranks)
         finally:
             _end(ranks)
@@ -39,13 +45,20 @@ def run_on_ranks(module: str, overrides: list[str], world: int, run_id: str) -> 
             _raise(failed, Path(folder))
 
 
-def fail_on_sigterm() -> None:
-    """Let SIGTERM end this process by an exception, so that it ends its ranks and leaves FAILED."""
-    signal.signal(signal.SIGTERM, _terminated)
+def _pass_on_signals(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """A first signal goes to the ranks; a second ends this process by an exception, and so the ranks."""
+    told: list[int] = []
 
+    def pass_on(number: int, _: object) -> None:
+        if told:
+            raise RunError(f"asked to end twice ({signal.Signals(number).name})")
+        told.append(number)
+        for process in ranks:
+            if process.poll() is None:
+                process.send_signal(number)
 
-def _terminated(*_: object) -> None:
-    raise RunError("asked to end (SIGTERM)")
+    for number in ENDING:
+        signal.signal(number, pass_on)
 
 
 def _start(
@@ -103,6 +116,10 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
                 process.wait(max(deadline - time.monotonic(), 0.0))
             except subprocess.TimeoutExpired:
                 continue
+    for process in ranks:
+        if process.returncode:  # a data worker that is stuck outlives its rank
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _raise(failed: dict[int, int], folder: Path) -> None:
@@ -117,6 +134,8 @@ def _raise(failed: dict[int, int], folder: Path) -> None:
         error = min(errors, key=lambda error: error["time"])
         if error["refused"]:
             raise ConfigError(error["message"])
+        if error["interrupted"]:
+            raise RunInterruptedError(error["message"])
         raise RunError(f"rank {error['rank']} failed:\n{error['message']}")
     rank = killed[0] if killed else min(failed)
     output = folder / f"output-{rank}"
@@ -126,23 +145,48 @@ def _raise(failed: dict[int, int], folder: Path) -> None:
     raise RunError(f"rank {rank} {reason}.\n{said}".rstrip())
 
 
+def stalled(run_dir: Path, verdict: str) -> None:
+    """Say on this rank who holds the run up, in FAILED too. The process is about to end itself."""
+    log.error("%s", verdict)
+    first_failure(run_dir, f"stalled: {verdict}")
+    if ERROR_VARIABLE in os.environ:
+        _leave_report(0, verdict, refused=False, interrupted=False)
+
+
+def _leave_report(rank: int, message: str, refused: bool, interrupted: bool) -> None:
+    report = {"time": time.time(), "rank": rank, "refused": refused, "interrupted": interrupted, "message": message}
+    Path(os.environ[ERROR_VARIABLE]).write_text(json.dumps(report))
+
+
 @contextmanager
-def error_reported(rank: int) -> Iterator[None]:
-    """In a process that our launcher started: leave an exception where the launcher finds it, and end quietly."""
-    if ERROR_VARIABLE not in os.environ:
-        yield
+def error_reported(ranks: Ranks, run_dir: Path) -> Iterator[list[Watch]]:
+    """In one of several processes: leave an exception where the others' launcher finds it, and end at once.
+
+    Our own launcher finds it in a file. Under srun or torchrun the first rank to fail writes the run's FAILED: they end
+    the others, rank 0 among them, before it could. Once there is a watch in the list that is given, it is asked whether
+    an error of a collective comes from ranks that differ.
+    """
+    watched: list[Watch] = []
+    if ranks.world == 1:
+        yield watched
         return
     try:
-        yield
+        yield watched
     except Exception as error:
         user_fault = isinstance(error, ConfigError | RunError)
-        report = {
-            "time": time.time(),
-            "rank": rank,
-            "refused": isinstance(error, ConfigError),
-            "message": str(error) if user_fault else "".join(traceback.format_exception(error)),
-        }
-        Path(os.environ[ERROR_VARIABLE]).write_text(json.dumps(report))
+        message = str(error) if user_fault else "".join(traceback.format_exception(error))
+        if watched and isinstance(error, RuntimeError) and not user_fault and (order := watched[0].failed(error)):
+            message = f"{order}\n{message}"
+        if ERROR_VARIABLE in os.environ:
+            interrupted = isinstance(error, RunInterruptedError)
+            _leave_report(ranks.rank, message, isinstance(error, ConfigError), interrupted)
+        elif isinstance(error, RunInterruptedError):
+            first_failure(run_dir, f"RunInterruptedError: {message}")
+            if ranks.rank == 0:
+                print(message, file=sys.stderr, flush=True)
+        else:
+            print(f"rank {ranks.rank} on {node_name()} failed:\n{message}", file=sys.stderr, flush=True)
+            first_failure(run_dir, f"rank {ranks.rank} on {node_name()}: {type(error).__name__}: {message}")
         # Not sys.exit: a collective that waits for other ranks in a destructor must not keep this one alive.
         sys.stderr.flush()
         os._exit(2 if isinstance(error, ConfigError) else 1)

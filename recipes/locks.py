@@ -46,7 +46,10 @@ def lock_of(name: str, measured: dict[str, Any]) -> dict[str, Any]:
 
     config = compose_recipe(name)
     data = replace(config.data, cache_dir="")
-    flat = dict(_flat(plain(replace(config, run=RunConfig("", "", ""), ckpt="", data=data)), ""))
+    tree = plain(replace(config, run=RunConfig("", "", ""), ckpt="", data=data))
+    for key in ("environment", "slurm", "watch"):  # how a run is started is not what it is
+        del tree["cluster"][key]
+    flat = dict(_flat(tree, ""))
     pins = tomllib.loads((CONF.parent / "pyproject.toml").read_text())["project"]["dependencies"]
     versions = dict(pin.split("==") for pin in pins)
     return {

@@ -1,12 +1,7 @@
 """The run directory: what a run leaves behind, written so that a half-written file is never believed."""
 
-import importlib.metadata
 import json
 import logging
-import os
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,10 +15,10 @@ from models.errors import ConfigError, RunError
 from parallel.config import Config, RunConfig
 from parallel.files import write_whole
 from parallel.retention import complete_checkpoints
+from recipes.environment import environment
 from recipes.plain import plain
 from recipes.schema import read_config
 
-PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "numpy", "datasets", "pyarrow", "tokenizers", "wandb")
 DONE, FAILED = "DONE", "FAILED"
 log = logging.getLogger("quintet")
 
@@ -43,7 +38,7 @@ class RunDirectory:
         if not self.writes:
             return
         if (self.path / "config.yaml").exists() or (self.path / DONE).exists():
-            for line in self._changes(config):
+            for line in self.changes(config):
                 log.info("changed since this run began: %s", line)
         if config.ckpt == "none" and complete_checkpoints(self.checkpoints):
             raise ConfigError(
@@ -66,10 +61,10 @@ class RunDirectory:
         """Whether the run of this config ended well here. Raises ConfigError where it was the run of another."""
         if not (self.path / DONE).exists():
             return False
-        self._changes(config)
+        self.changes(config)
         return True
 
-    def _changes(self, config: Config) -> list[str]:
+    def changes(self, config: Config) -> list[str]:
         """What is other than in config.yaml, of that which may be. Raises ConfigError for the rest."""
         try:
             written = read_config(self.path / "config.yaml")
@@ -122,6 +117,15 @@ class RunDirectory:
             log.error("could not write %s", self.path / FAILED)
 
 
+def first_failure(path: Path, reason: str) -> None:
+    """Leave FAILED, unless it is there: the rank that failed first is the cause of those that fail after it."""
+    try:
+        with (path / FAILED).open("x") as file:
+            file.write(reason.rstrip() + "\n")
+    except OSError:
+        log.error("could not write %s, or it is there already", path / FAILED)
+
+
 def _comparable(config: Config) -> dict[str, Any]:
     """What makes a run the run it is: not where it lies, how it is split, what is watched or when it is saved."""
     data = replace(config.data, cache_dir="", workers=0, micro_batch=1)
@@ -137,42 +141,3 @@ def _flat(tree: Any, path: str = "") -> dict[str, Any]:
         return {path: tree}
     parts = [_flat(value, f"{path}.{key}" if path else str(key)) for key, value in tree.items()]
     return {key: value for part in parts for key, value in part.items()}
-
-
-def environment() -> dict[str, Any]:
-    """What is installed and on what machine: packages, git commit and dirty flag, host, processors, GPUs."""
-    import torch
-
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {
-        "python": sys.version.split()[0],
-        "packages": {name: _version(name) for name in PACKAGES},
-        "git": git_state(),
-        "host": platform.node(),
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "gpus": gpus,
-        "cuda": torch.version.cuda,
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def git_state() -> dict[str, Any]:
-    """Commit of the checkout and whether tracked files differ from it; None where this is no checkout."""
-    root = Path(__file__).resolve().parent.parent
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    commit = git("rev-parse", "HEAD")
-    return {"commit": commit, "dirty": bool(git("status", "--porcelain", "-uno")) if commit else None}

@@ -42,6 +42,11 @@ def check(tree: Any) -> None:
             _check_secret(path, key, str(value))
 
 
+def check_overrides(overrides: list[str]) -> None:
+    """The same for overrides, which are written to files as they are, also what a later one replaced."""
+    check([dict([override.lstrip("+~").split("=", 1)]) for override in overrides if "=" in override])
+
+
 def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, dict):
         for key, value in tree.items():

@@ -3,9 +3,12 @@
 import json
 import logging
 import os
+import secrets
 import sys
+import time
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +26,14 @@ from recipes import safety
 from recipes.command import command, report
 from recipes.continued import continued
 from recipes.schema import to_config
+from recipes.signals import RunInterruptedError, Told
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers import Logger
 
     from parallel.ranks import Ranks
+    from parallel.watch import Watch
     from recipes.data.module import Data
     from recipes.metrics import Metrics
     from recipes.run_directory import RunDirectory
@@ -38,12 +43,22 @@ log = logging.getLogger("quintet")
 
 def train(composed: DictConfig) -> None:
     """Check the config, start the ranks if nobody has, train, and leave DONE or FAILED in the run directory."""
+    told = Told().listen()
     config = to_config(composed)
     # torch and Lightning take seconds to import: not before the config is known to be well formed.
     import torch
 
-    from parallel.ranks import check_launch, detect, from_first_rank, start_process_group, stop_process_group
-    from recipes.launch import error_reported, fail_on_sigterm, run_on_ranks
+    from parallel import flight
+    from parallel.ranks import (
+        check_launch,
+        detect,
+        from_first_rank,
+        start_process_group,
+        stop_process_group,
+        wait_for_all,
+    )
+    from parallel.watch import Watch
+    from recipes.launch import error_reported, run_on_ranks, stalled
     from recipes.loggers import finish_wandb
     from recipes.run_directory import RunDirectory
 
@@ -58,8 +73,7 @@ def train(composed: DictConfig) -> None:
             log.warning("%s: %s", problem.severity, problem.message)
     layout = resolve(config.parallelism, world)
     overrides = list(HydraConfig.get().overrides.task)
-    # They are written to overrides.yaml, also what a later one replaced.
-    safety.check([dict([override.lstrip("+~").split("=", 1)]) for override in overrides if "=" in override])
+    safety.check_overrides(overrides)
     if config.ckpt == "auto" and RunDirectory(Path(config.run.dir)).is_done(config):
         log.info("this run is done already: %s", config.run.dir)
         return
@@ -73,29 +87,40 @@ def train(composed: DictConfig) -> None:
             run_on_ranks("recipes.train", [*overrides, f"run.id={config.run.id}"], world, config.run.id)
         except BaseException as error:
             # Rank 0 writes the run's files, but it may not be the one that failed.
-            RunDirectory(Path(config.run.dir)).fail(str(error) or type(error).__name__)
+            RunDirectory(Path(config.run.dir)).fail(f"{type(error).__name__}: {error}")
             raise
         return
 
-    if ranks.world == 1:  # ranks are ended by who started them, and may be waiting for one another
-        fail_on_sigterm()
-    with error_reported(ranks.rank):
+    flight.switch_on()
+    with error_reported(ranks, Path(config.run.dir)) as watched:
         gpu = ranks.local_rank if gpus > 1 else 0
-        start_process_group(ranks, torch.device("cuda", gpu) if gpus else torch.device("cpu"))
+        device = torch.device("cuda", gpu) if gpus else torch.device("cpu")
+        start_process_group(ranks, device, config.cluster.watch.longest_s())
         config = replace(config, run=from_first_rank(config.run))
         run = RunDirectory(Path(config.run.dir), writes=ranks.rank == 0)
         run.create(config, overrides)
         if run.writes:
             write_whole(run.path / "plan.json", json.dumps(as_json(make_plan(config, world)), indent=1) + "\n")
-        with run.recorded():
-            try:
-                run.finish(fit(config, layout, ranks, run, gpus))
-            finally:
-                finish_wandb()
+        start = from_first_rank(f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
+        watch = Watch(config.cluster.watch, ranks, run.path / "stalls" / start, partial(stalled, run.path))
+        watched.append(watch)
+        watch.start()
+        try:
+            with run.recorded():
+                try:
+                    run.finish(fit(config, layout, ranks, run, gpus, told, watch))
+                finally:
+                    finish_wandb()
+        except RunInterruptedError:
+            wait_for_all()  # srun ends all when the first one fails: not before rank 0 has written what it must
+            raise
+        watch.stop()
         stop_process_group()
 
 
-def fit(config: Config, layout: Layout, ranks: "Ranks", run: "RunDirectory", gpus: int) -> dict[str, Any]:
+def fit(
+    config: Config, layout: Layout, ranks: "Ranks", run: "RunDirectory", gpus: int, told: Told, watch: "Watch"
+) -> dict[str, Any]:
     """Train to trainer.max_steps and validate; returns the final numbers."""
     import torch
     from lightning.pytorch import Trainer
@@ -103,15 +128,17 @@ def fit(config: Config, layout: Layout, ranks: "Ranks", run: "RunDirectory", gpu
     from parallel.devices import recognise
     from parallel.strategy import QuintetStrategy, RanksEnvironment
     from recipes.data.module import Data
+    from recipes.environment import environment
     from recipes.metrics import Metrics, MetricsFile
     from recipes.module import LanguageModel
+    from recipes.plain import plain
     from recipes.resume import checkpoint_to_resume, starting_weights
-    from recipes.run_directory import environment, plain
 
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="lightning.pytorch.utilities._pytree")
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # what we log is summed over ranks already
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")  # it is: see recipes/data/module.py
+    warnings.filterwarnings("ignore", message=".*`srun` command is available.*")  # ranks are started by whoever may
     if config.cluster.threads is not None:
         torch.set_num_threads(config.cluster.threads)
     if config.deterministic:
@@ -125,7 +152,7 @@ def fit(config: Config, layout: Layout, ranks: "Ranks", run: "RunDirectory", gpu
     device = recognise(torch.cuda.get_device_name(0)) if gpus else None
     file = MetricsFile(run.path / "metrics.jsonl") if run.writes else None
     metrics = Metrics(config, file, device, layout)
-    callbacks = make_callbacks(config, data, metrics, run)
+    callbacks = make_callbacks(config, layout, ranks, data, metrics, run, told, watch)
     about = {"config": plain(config), "environment": environment()}
 
     strategy = QuintetStrategy(config, layout, ranks, lambda: about | data.state_dict())
@@ -186,24 +213,39 @@ def describe(config: Config, layout: Layout, on_gpu: bool) -> str:
     )
 
 
-def make_callbacks(config: Config, data: "Data", metrics: "Metrics", run: "RunDirectory") -> "list[Callback]":
-    """Metrics and checkpoints, which every run has, and the config's named nodes between them."""
+def make_callbacks(
+    config: Config,
+    layout: Layout,
+    ranks: "Ranks",
+    data: "Data",
+    metrics: "Metrics",
+    run: "RunDirectory",
+    told: Told,
+    watch: "Watch",
+) -> "list[Callback]":
+    """The config's named nodes, between what every run has: metrics; checkpoints, being told to end, signs of life."""
     from recipes.callbacks import Profile, Timeline
     from recipes.checkpoints import Checkpoints
+    from recipes.interruption import Interruption
     from recipes.safety import build
+    from recipes.watching import Stragglers, Watching
 
     available = {"config": config, "tokenizer": data.tokenizer, "metrics": metrics, "run_dir": run.path}
     chosen = [build(node, **available) for node in config.callbacks.values() if node]
     profile = [Profile(run.path)] if config.debug.profile else []
     timeline = [Timeline(run.path)] if config.parallelism.pp > 1 else []
-    return [metrics, *chosen, *profile, *timeline, Checkpoints(config, run.checkpoints)]
+    checkpoints = Checkpoints(config, run.checkpoints)
+    interval, limits = config.trainer.log_interval, config.cluster.watch
+    stragglers = Stragglers(watch, layout, ranks, limits.straggler_factor, interval)
+    ending = Interruption(told, checkpoints.save_now)
+    return [metrics, *chosen, *profile, *timeline, stragglers, checkpoints, ending, Watching(watch, limits)]
 
 
 def make_loggers(config: Config, run: "RunDirectory") -> "list[Logger]":
     """The loggers of the config's named nodes, told everything that describes the run."""
     from models.counts import parameter_count
+    from recipes.environment import environment
     from recipes.plain import plain
-    from recipes.run_directory import environment
     from recipes.safety import build
 
     described = {

@@ -7,7 +7,7 @@ from parallel.config import Config
 from parallel.layout import resolve
 from parallel.plan.problems import Fault, Problem, Severity
 from parallel.plan.repair import advice, repairs
-from parallel.plan.rules import context, experts, fit, layout, model, pipeline, run, sharding, tensor
+from parallel.plan.rules import cluster, context, experts, fit, layout, model, pipeline, run, sharding, tensor
 
 OF_CONFIG = (
     model.shape,
@@ -21,6 +21,9 @@ OF_CONFIG = (
     run.loop,
     run.checkpoint,
     run.adapters,
+    cluster.variables,
+    cluster.slurm,
+    cluster.watch,
 )
 """Rules that a config keeps or breaks by itself."""
 OF_LAYOUT = (

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -231,6 +232,38 @@ def test_a_run_that_is_asked_to_end_leaves_the_reason(tmp_path: Path) -> None:
         assert "SIGTERM" in (run / "FAILED").read_text()
 
 
+def test_a_run_that_is_asked_to_end_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    # Dropout, so that a random state that is not kept would be seen.
+    same = ["parallelism.tp=2", "model.dropout=0.1", "trainer.max_steps=400", "trainer.log_interval=1", "run.id=a"]
+    process = start(*same, root=tmp_path / "often")
+    ranks = wait_until_training(process, tmp_path / "often", 2)
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    [run] = runs(tmp_path / "often")
+    told = int(re.search(r"told to end by SIGUSR1 after step (\d+) of 400", output)[1])
+    assert (run / f"checkpoints/step-{told:08d}/COMPLETE").exists()
+    assert (run / "FAILED").read_text().startswith("RunInterruptedError: told to end by SIGUSR1")
+    assert alive(ranks) == []
+    for root in ("often", "once"):
+        process = start(*same, root=tmp_path / root)
+        assert process.wait(240) == 0, process.communicate()[0]
+    assert rows(run) == rows(tmp_path / "once/tiny/a")
+    assert not (run / "FAILED").exists()
+
+
+def test_a_signal_before_the_first_step_ends_a_run_at_once(tmp_path: Path) -> None:
+    process = start("trainer.max_steps=100000", root=tmp_path)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("tiny/*/config.yaml")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.terminate()
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "told to end by SIGTERM" in output
+
+
 def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
     process = start(*FOUR, "trainer.max_steps=100000", "trainer.log_interval=1", root=tmp_path)
     ranks = wait_until_training(process, tmp_path, 4)
@@ -283,6 +316,14 @@ def test_a_refused_config_is_refused_before_any_rank_starts(tmp_path: Path) -> N
     assert process.returncode == 2
     assert "parallelism.tp=3" in output
     assert runs(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("tasks", "node", "expected"), [("4(x2)", 1, 4), ("4(x2),3", 2, 3), ("5,3", 0, 5), ("8", 0, 8)]
+)
+def test_tasks_of_a_node_are_counted_as_slurm_lists_them(tasks: str, node: int, expected: int) -> None:
+    variables = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "0", "SLURM_NODEID": str(node)}
+    assert detect(variables | {"SLURM_STEP_TASKS_PER_NODE": tasks}).local_world == expected
 
 
 def test_slurm_tasks_are_ranks() -> None:

@@ -20,6 +20,7 @@ LEGAL = {
     "scheduler=wsd": ["trainer.max_steps=200"],
     "data=hub": ["data.dataset=owner/name"],
     "data=files": ["data.paths=[x.txt]"],
+    **{f"cluster=slurm_{name}": ["cluster.nodes=1"] for name in ("a100", "h100", "dev")},
 }
 
 
