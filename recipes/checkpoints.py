@@ -4,7 +4,7 @@ import logging
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed import ReduceOp
 
-from parallel.checkpoint import SaveError, Saver
 from parallel.collectives import all_reduce
 from parallel.config import Config
 from parallel.ranks import from_first_rank
 from parallel.remote import keep_only, upload
 from parallel.retention import checkpoint_name, complete_checkpoints, is_among_best, read_index, record, retain, sweep
+from parallel.saver import SaveError, Saver
 
 log = logging.getLogger("quintet")
 _LAST_WAIT_S = 60.0  # for a save that is under way when training fails
@@ -67,6 +67,8 @@ class Checkpoints(Callback):
         _saver(trainer).wait()  # the last one must not fail
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if cast(Any, trainer.strategy).saver is None:
+            return
         try:
             _saver(trainer).wait(_LAST_WAIT_S)
         except SaveError as error:
@@ -140,4 +142,6 @@ def _keep_house(checkpoints: Checkpoints, name: str, metrics: dict[str, float]) 
 
 
 def _saver(trainer: Any) -> Saver:
-    return trainer.strategy.saver
+    saver = trainer.strategy.saver
+    assert saver is not None
+    return saver

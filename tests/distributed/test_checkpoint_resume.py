@@ -103,7 +103,9 @@ def fills_the_disk(config: Config, disk: Path) -> Outcome:
 
     def training_step(self: QuintetStrategy, *arguments: Any) -> Any:
         step = self.module.trainer.global_step + 1
-        self.saver._thread and self.saver._thread.join()
+        assert self.saver is not None
+        if self.saver._thread is not None:
+            self.saver._thread.join()
         if step == 2:
             with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
                 while True:
