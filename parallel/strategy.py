@@ -25,7 +25,7 @@ from parallel.checkpoint import load
 from parallel.config import Config
 from parallel.layout import Layout
 from parallel.ranks import Ranks, start_process_group
-from parallel.saver import Saver
+from parallel.saver import SaveError, Saver
 from parallel.step import Batch, ParallelModel, forward_backward, make_mesh, parallelize
 
 
@@ -126,13 +126,20 @@ class QuintetStrategy(ModelParallelStrategy):
     ) -> None:
         """Write a checkpoint and wait for it, as Lightning's own callbacks expect.
 
-        `storage_options` of ours: `asynchronous` (do not wait), `metrics` (known at this step), `then` (see Saver).
+        `storage_options` of ours: `asynchronous` (do not wait), `metrics` (known at this step), `then` (see Saver), and
+        `failed`, which is told if the save before this one, which is waited for, has failed.
         """
         options = storage_options or {}
+        assert self.saver is not None
+        try:
+            self.saver.wait()
+        except SaveError as error:
+            if "failed" not in options:
+                raise
+            options["failed"](error)
         about = {"step": checkpoint["global_step"], "metrics": options.get("metrics", {})}
         about |= {"layout": asdict(self.layout), "zero": self.config.parallelism.zero, **self.about()}
         decoder = self.module.decoder
-        assert self.saver is not None
         self.saver.start(Path(filepath), decoder, self.optimizers, checkpoint, about, options.get("then"))
         if not options.get("asynchronous", False):
             self.saver.wait()

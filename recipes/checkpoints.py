@@ -95,12 +95,12 @@ class Checkpoints(Callback):
             if wait:
                 _saver(trainer).wait()
             return
-        self._report_failure(trainer, wait=True)
         name = checkpoint_name(step)
         options = {
             "asynchronous": self.policy.asynchronous and not wait,
             "metrics": metrics or {},
             "then": partial(_keep_house, self, name, metrics or {}),
+            "failed": partial(self._report, trainer),
         }
         self._saved, self._last_time = step, time.monotonic()
         last = wait or step >= trainer.max_steps
@@ -111,15 +111,14 @@ class Checkpoints(Callback):
                 raise
             self._report(trainer, error)
 
-    def _report_failure(self, trainer: Trainer, wait: bool = False) -> None:
-        """Say that a save in the background has failed."""
+    def _report_failure(self, trainer: Trainer) -> None:
+        """Say that a save in the background has failed, if it has."""
         try:
-            _saver(trainer).wait(None if wait else 0.0)
+            _saver(trainer).wait(0.0)
         except SaveError as error:
             self._report(trainer, error)
 
     def _report(self, trainer: Trainer, error: SaveError) -> None:
-        self._saved = 0
         if trainer.is_global_zero:
             newest = next(reversed(complete_checkpoints(self.folder)), None)
             log.error("CHECKPOINT FAILED: %s. Training goes on; the newest complete checkpoint is %s.", error, newest)

@@ -140,3 +140,18 @@ def test_given_minutes_when_they_are_over_then_the_run_is_saved(pool: Pool, tmp_
     policy = {"every_n_minutes": 1e-9, "keep": 10, "at_end": False}
     pool.run(2, RUN, with_run(_config({"tp": 2}), tmp_path, 3, 100, **policy))
     assert [path.name[-1] for path in complete_checkpoints(tmp_path / "checkpoints")] == ["1", "2", "3"]
+
+
+def test_given_one_rank_that_is_told_to_end_then_all_save_and_the_run_goes_on_to_the_same_bits(
+    pool: Pool, tmp_path: Path
+) -> None:
+    config = _config(LAYOUTS["zero1"][1])
+    whole = pool.run(2, RUN, with_run(config, tmp_path / "whole", 5, 100))
+    stopped = with_run(config, tmp_path / "stopped", 5, 100)
+    first: list[Outcome] = pool.run(2, RUN, stopped, None, 2, 1)
+    assert ["told to end by SIGUSR1 after step 3" in outcome.died for outcome in first] == [True, True]
+    assert [path.name for path in complete_checkpoints(tmp_path / "stopped" / "checkpoints")] == ["step-00000003"]
+    second: list[Outcome] = pool.run(2, RUN, stopped)
+    assert _rows(tmp_path / "stopped") == _rows(tmp_path / "whole")
+    for never, after in zip(whole, second, strict=True):
+        _equal(never.state, after.state)
