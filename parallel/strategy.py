@@ -21,10 +21,11 @@ from torch import Tensor
 
 from models.decoder import Decoder
 from parallel import rng
-from parallel.checkpoint import Saver, load
+from parallel.checkpoint import load
 from parallel.config import Config
 from parallel.layout import Layout
 from parallel.ranks import Ranks, start_process_group
+from parallel.saver import SaveError, Saver
 from parallel.step import Batch, ParallelModel, forward_backward, make_mesh, parallelize
 
 
@@ -48,7 +49,8 @@ class QuintetStrategy(ModelParallelStrategy):
         self.parallel: ParallelModel | None = None
         self.start: Callable[[Decoder], None] | None = None
         """Gives a new run other weights than random ones."""
-        self._saver: Saver | None = None
+        self.saver: Saver | None = None
+        """Writes this run's checkpoints; there from `setup` on."""
         self._generators: dict[str, Tensor] = {}
 
     @property
@@ -89,6 +91,7 @@ class QuintetStrategy(ModelParallelStrategy):
                 self.start(self.module.decoder)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            self.saver = Saver()
         self.setup_precision_plugin()
 
     def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -118,20 +121,22 @@ class QuintetStrategy(ModelParallelStrategy):
         self.post_backward(closure_loss)
         return closure_loss
 
-    @property
-    def saver(self) -> Saver:
-        """Writes this run's checkpoints; made at the first use, by all ranks together."""
-        self._saver = self._saver or Saver()
-        return self._saver
-
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: dict[str, Any] | None = None
     ) -> None:
         """Write a checkpoint and wait for it, as Lightning's own callbacks expect.
 
-        `storage_options` of ours: `asynchronous` (do not wait), `metrics` (known at this step), `then` (see Saver).
+        `storage_options` of ours: `asynchronous` (do not wait), `metrics` (known at this step), `then` (see Saver), and
+        `failed`, which is told if the save before this one, which is waited for, has failed.
         """
         options = storage_options or {}
+        assert self.saver is not None
+        try:
+            self.saver.wait()
+        except SaveError as error:
+            if "failed" not in options:
+                raise
+            options["failed"](error)
         about = {"step": checkpoint["global_step"], "metrics": options.get("metrics", {})}
         about |= {"layout": asdict(self.layout), "zero": self.config.parallelism.zero, **self.about()}
         decoder = self.module.decoder

@@ -4,7 +4,7 @@ import logging
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed import ReduceOp
 
-from parallel.checkpoint import SaveError, Saver
 from parallel.collectives import all_reduce
 from parallel.config import Config
 from parallel.ranks import from_first_rank
 from parallel.remote import keep_only, upload
 from parallel.retention import checkpoint_name, complete_checkpoints, is_among_best, read_index, record, retain, sweep
+from parallel.saver import SaveError, Saver
 
 log = logging.getLogger("quintet")
 _LAST_WAIT_S = 60.0  # for a save that is under way when training fails
@@ -67,6 +67,8 @@ class Checkpoints(Callback):
         _saver(trainer).wait()  # the last one must not fail
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if cast(Any, trainer.strategy).saver is None:
+            return
         try:
             _saver(trainer).wait(_LAST_WAIT_S)
         except SaveError as error:
@@ -93,12 +95,12 @@ class Checkpoints(Callback):
             if wait:
                 _saver(trainer).wait()
             return
-        self._report_failure(trainer, wait=True)
         name = checkpoint_name(step)
         options = {
             "asynchronous": self.policy.asynchronous and not wait,
             "metrics": metrics or {},
             "then": partial(_keep_house, self, name, metrics or {}),
+            "failed": partial(self._report, trainer),
         }
         self._saved, self._last_time = step, time.monotonic()
         last = wait or step >= trainer.max_steps
@@ -109,15 +111,14 @@ class Checkpoints(Callback):
                 raise
             self._report(trainer, error)
 
-    def _report_failure(self, trainer: Trainer, wait: bool = False) -> None:
-        """Say that a save in the background has failed."""
+    def _report_failure(self, trainer: Trainer) -> None:
+        """Say that a save in the background has failed, if it has."""
         try:
-            _saver(trainer).wait(None if wait else 0.0)
+            _saver(trainer).wait(0.0)
         except SaveError as error:
             self._report(trainer, error)
 
     def _report(self, trainer: Trainer, error: SaveError) -> None:
-        self._saved = 0
         if trainer.is_global_zero:
             newest = next(reversed(complete_checkpoints(self.folder)), None)
             log.error("CHECKPOINT FAILED: %s. Training goes on; the newest complete checkpoint is %s.", error, newest)
@@ -140,4 +141,6 @@ def _keep_house(checkpoints: Checkpoints, name: str, metrics: dict[str, float]) 
 
 
 def _saver(trainer: Any) -> Saver:
-    return trainer.strategy.saver
+    saver = trainer.strategy.saver
+    assert saver is not None
+    return saver

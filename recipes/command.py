@@ -80,6 +80,13 @@ def command(
     sys.exit(max(codes, default=0))
 
 
+def given_arguments() -> list[str]:
+    """The command line that composes the running config once more: --config-dir, if it was given, and overrides."""
+    hydra_config = HydraConfig.get()
+    folders = [source.path for source in hydra_config.runtime.config_sources if source.provider == "command-line"]
+    return [*(part for folder in folders for part in ("--config-dir", folder)), *hydra_config.overrides.task]
+
+
 def report(error: Exception) -> int:
     """Say on standard error what went wrong, without a traceback where it was the user's doing; the exit code."""
     match error:

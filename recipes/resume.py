@@ -9,12 +9,13 @@ from pathlib import Path
 
 from models.decoder import Decoder
 from models.errors import ConfigError
-from parallel.checkpoint import RUN, load_weights
+from parallel.checkpoint import load_weights
 from parallel.config import Config
 from parallel.published import Published, fill_from_published
 from parallel.ranks import from_first_rank
 from parallel.remote import fetch, is_remote
 from parallel.retention import find, newest_sound
+from parallel.saver import RUN
 from recipes.run_directory import RunDirectory
 
 PUBLISHED = "published"

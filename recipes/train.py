@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from models.errors import ConfigError
@@ -23,7 +22,7 @@ from parallel.plan.plan import as_json, make_plan
 from parallel.plan.problems import refuse
 from parallel.plan.validate import validate
 from recipes import safety
-from recipes.command import command, report
+from recipes.command import command, given_arguments, report
 from recipes.continued import continued
 from recipes.schema import to_config
 from recipes.signals import RunInterruptedError, Told
@@ -72,7 +71,7 @@ def train(composed: DictConfig) -> None:
         for problem in problems:
             log.warning("%s: %s", problem.severity, problem.message)
     layout = resolve(config.parallelism, world)
-    overrides = list(HydraConfig.get().overrides.task)
+    overrides = given_arguments()
     safety.check_overrides(overrides)
     if config.ckpt == "auto" and RunDirectory(Path(config.run.dir)).is_done(config):
         log.info("this run is done already: %s", config.run.dir)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from parallel.layout import resolve
 from parallel.ranks import Ranks
 from parallel.sharded import local
 from parallel.strategy import QuintetStrategy
+from parallel.watch import Watch
 from recipes.module import LanguageModel
 from recipes.run_directory import RunDirectory
+from recipes.signals import Told
 from recipes.train import fit
 
 
@@ -56,14 +59,16 @@ def with_run(config: Config, folder: Path, steps: int, every: int, **checkpoint:
     )
 
 
-def run(config: Config, die_at: int | None = None) -> Outcome:
-    """Train on this rank until the end, or until it dies in step `die_at`.
+def run(config: Config, die_at: int | None = None, tell_at: int | None = None, tell: int = 0) -> Outcome:
+    """Train on this rank until the end, until it dies in step `die_at`, or rank `tell` is told to end in `tell_at`.
 
     Steps count from 1. Random numbers are drawn in every step, as a user's code may.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     run_directory = RunDirectory(Path(config.run.dir), writes=rank == 0)
     run_directory.create(config, [])
+    ranks, told = Ranks(rank, world, rank, world), Told()
+    watch = Watch(config.cluster.watch, ranks, run_directory.path / "stalls", lambda *_: None)
     outcome = Outcome([], {}, {}, {}, "", [], [])
     listener = logging.Handler()
     listener.emit = lambda record: outcome.said.append(record.getMessage())  # type: ignore[method-assign]
@@ -76,6 +81,8 @@ def run(config: Config, die_at: int | None = None) -> Outcome:
         step = self.module.trainer.global_step + 1
         if step == die_at:
             raise PlantedError(f"in step {step}")
+        if step == tell_at and rank == tell:
+            told.signal = signal.SIGUSR1
         result = right(self, batch, *rest)
         outcome.samples.append(batch["ids"].tolist())
         torch.rand(3)
@@ -97,10 +104,10 @@ def run(config: Config, die_at: int | None = None) -> Outcome:
         patch.object(LanguageModel, "on_validation_epoch_end", on_validation_epoch_end),
     ):
         try:
-            outcome.summary = fit(config, layout, Ranks(rank, world, rank, world), run_directory, 0)
+            outcome.summary = fit(config, layout, ranks, run_directory, 0, told, watch)
         except Exception as error:
             outcome.died = f"{type(error).__name__}: {error}"
-            if die_at is None:
+            if die_at is None and tell_at is None:
                 raise
         finally:
             log.removeHandler(listener)

@@ -19,7 +19,7 @@ from torch import nn
 
 from models.errors import ConfigError, RunError
 from parallel import checkpoint, rng
-from parallel.checkpoint import SaveError, Saver, load, save
+from parallel.checkpoint import load, save
 from parallel.config import CheckpointConfig, MetricMode
 from parallel.manifest import COMPLETE, MANIFEST, damage, digest, mark_complete, write_manifest
 from parallel.remote import fetch, keep_only, upload
@@ -36,6 +36,7 @@ from parallel.retention import (
     retain,
     sweep,
 )
+from parallel.saver import SaveError, Saver
 
 
 def _model(value: float = 1.0) -> tuple[nn.Module, torch.optim.Optimizer]:
