@@ -83,8 +83,8 @@ def differing_order(statuses: list[Status]) -> str | None:
         kinds = {_kind(collective) for _, collective in ranks}
         if len(kinds) > 1:
             each = [
-                f"rank {status.rank} on {status.node} entered {collective.operation} of {collective.shapes}"
-                + (f" in step {status.step}" if collective.pending else "")
+                f"rank {status.rank} on {status.node} (now in step {status.step}) entered {collective.operation} of "
+                f"{collective.shapes}"
                 for status, collective in _one_of_each(ranks)
             ]
             name = _axis(ranks[0][0], group)

@@ -97,6 +97,8 @@ class Watch:
 
     def _last_words(self) -> None:
         """What is left to say where a library aborts: gloo does, in a thread of its own, when sizes do not match."""
+        if self._stop.is_set():  # the run is over, or its failure has been looked into
+            os._exit(1)
         order = self.failed(RuntimeError("aborted by a library"))
         if order is not None:
             self.give_up(order)

@@ -63,7 +63,7 @@ def doctor(composed: DictConfig) -> None:
         bad = bad_nodes(reports, "cuda" if gpus else "cpu")
     if ranks.rank == 0:
         show(reports, bad)
-        note_bad_nodes(bad)
+        note_bad_nodes(reports, bad)
     wait_for_all()  # srun ends all when the first one fails: not before rank 0 has spoken
     stop_process_group()
     if bad and ranks.rank > 0:
@@ -149,9 +149,12 @@ def show(reports: "list[Report]", bad: dict[str, list[str]]) -> None:
         console.print("all is well", style="green")
 
 
-def note_bad_nodes(bad: dict[str, list[str]]) -> None:
-    """Add the bad nodes to the submitted job's list, from which its batch script excludes them if it was asked to."""
-    if bad and JOB_VARIABLE in os.environ:
+def note_bad_nodes(reports: "list[Report]", bad: dict[str, list[str]]) -> None:
+    """Add the bad nodes to the submitted job's list, from which its batch script excludes them if it was asked to.
+
+    Where all are bad it is not the nodes: excluding every node would leave the job in the queue for ever.
+    """
+    if JOB_VARIABLE in os.environ and bad.keys() < {report.node for report in reports}:
         with Path(os.environ[JOB_VARIABLE], "bad-nodes").open("a") as file:
             file.writelines(f"{node}\n" for node in sorted(bad))
 

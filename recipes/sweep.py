@@ -103,9 +103,9 @@ class Sweep:
         rows = [_row(point, outcomes[index]) for index, point in enumerate(points)]
         (folder / "summary.json").write_text(json.dumps(rows, indent=2) + "\n")
         from rich.console import Console
-        from rich.table import Table
+        from rich.table import Column, Table
 
-        table = Table("point", "job", "outcome", "loss", "run directory")
+        table = Table(*(Column(name, overflow="fold") for name in ("point", "job", "outcome", "loss", "run directory")))
         common = set.intersection(*(set(point.overrides) for point in points)) if len(points) > 1 else set()
         for row in rows:
             swept = [word for word in row["overrides"] if word not in common]

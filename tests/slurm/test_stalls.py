@@ -59,7 +59,8 @@ CASES = {
         ["parallelism.tp=2"],
         ("parallel.gradients", "clip_gradients", SWAPPED),
         r"ranks differ in the order of their collectives: as number \d+ of axis tp \(ranks 0, 1\), rank 0 on node1 "
-        r"entered all_reduce of double .* in step 5, but rank 1 on node2 entered all_reduce of float",
+        r"\(now in step 5\) entered all_reduce of double .*, but rank 1 on node2 \(now in step 5\) entered all_reduce "
+        r"of float",
     ),
     "a data worker that stalls": (
         ["parallelism.dp_shard=2", "data.workers=1"],

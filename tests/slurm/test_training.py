@@ -31,6 +31,9 @@ def test_two_nodes_of_four_tasks_train_as_one_process_does(cluster: Path, tmp_pa
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-9)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-9)
     assert (run / "DONE").exists()
+    log = next(run.glob("job-1/log-*.txt")).read_text()
+    for words in ("all_reduce over pp, GB/s", "all_reduce over tp, GB/s", "all is well"):
+        assert words in log
     # S-43: one W&B run for eight tasks.
     assert len(list(run.glob("wandb/offline-run-*/run-slurm.wandb"))) == 1
     # What runs is a snapshot, and the run still knows which commit it is of.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.doctor import changes
+from recipes.doctor import changes, note_bad_nodes
 from recipes.health import CHECKS, Report, bad_nodes, disk, matmul, variables, versions
 from tests.recipes.commands import run
 from tests.small import config
@@ -47,6 +47,16 @@ def test_given_half_against_half_when_compared_then_the_half_with_a_fault_of_its
         Report(1, "b", equal={"lightning": "2.6.6"}),
     ]
     assert list(bad_nodes(reports, "cpu")) == ["a"]
+
+
+def test_given_bad_nodes_when_noted_then_only_if_others_are_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUINTET_JOB_DIR", str(tmp_path))
+    note_bad_nodes(_reports(), {f"node{index}": ["old"] for index in range(1, 5)})
+    assert not (tmp_path / "bad-nodes").exists()
+    note_bad_nodes(_reports(), {"node2": ["old"], "node1": ["slow"]})
+    assert (tmp_path / "bad-nodes").read_text() == "node1\nnode2\n"
 
 
 def test_given_this_machine_when_checked_then_nothing_is_wrong_with_it(

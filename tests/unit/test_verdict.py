@@ -70,8 +70,8 @@ def test_given_ranks_that_swap_two_collectives_when_judged_then_both_are_shown_w
     ]
     text = differing_order(statuses)
     assert text is not None
-    assert "as number 4 of axis tp (ranks 0, 1), rank 0 on node1 entered all_reduce of float [[4]] in step 7" in text
-    assert "but rank 1 on node1 entered all_gather of float [[2]] in step 7" in text
+    assert "as number 4 of axis tp (ranks 0, 1), rank 0 on node1 (now in step 7) entered all_reduce" in text
+    assert "but rank 1 on node1 (now in step 7) entered all_gather of float [[2]]" in text
     assert "model.py:0" in text
     assert "model.py:1" in text
 
