@@ -4,7 +4,8 @@ In step s a rank works on what comes from the rank s before it, while that of st
 straight from their owner, not from hand to hand: as many bytes, but what no query of a rank sees is never sent to it.
 Under a causal mask that is a quarter of all keys, with a window or packed documents most. The backward pass asks for
 the keys and values again and sends each share of their gradients straight back to the owner, who sums them up in
-float32. A rank holds its own part and four messages' room, whatever the length of the whole and the size of the ring.
+float32. A rank holds its own part and room for five messages, whatever the length of the whole and the size of the
+ring.
 """
 
 from bisect import bisect_right
@@ -46,16 +47,22 @@ class Parcel:
         batch, heads, _, size = key.shape
         return 2, 1 if self.packed else batch, tokens, heads, size
 
-    def gather(self, key: Tensor, value: Tensor) -> Tensor:
-        """The message of keys and values."""
-        return torch.stack([torch.cat(list(self._parts(x)), dim=1) for x in (key, value)])
+    def fill(self, message: Tensor, key: Tensor, value: Tensor) -> None:
+        """Copy the tokens' keys and values into a message."""
+        for there, here in self._pairs(message, key, value):
+            there.copy_(here)
 
     def add(self, message: Tensor, key_grad: Tensor, value_grad: Tensor) -> None:
         """Add gradients that came back in a message to where the tokens are."""
-        for x, gradients in zip((key_grad, value_grad), message, strict=True):
+        for there, here in self._pairs(message, key_grad, value_grad):
+            here.add_(there)
+
+    def _pairs(self, message: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each part of a message, and where its tokens are held."""
+        for packed, x in zip(message, (key, value), strict=True):
             first = 0
             for part in self._parts(x):
-                part.add_(gradients[:, first : first + part.shape[1]])
+                yield packed[:, first : first + part.shape[1]], part
                 first += part.shape[1]
 
     def _parts(self, x: Tensor) -> Iterator[Tensor]:
@@ -166,9 +173,8 @@ class _Incoming:
 
     def __init__(self, key: Tensor, value: Tensor, mask: RingMask, group: ProcessGroup) -> None:
         self.key, self.value, self.mask, self.group = key, value, mask, group
-        # Two buffers for any number of hops, so that memory is the same for rings of any size.
-        self.buffers = key.new_empty((2, 2 * key.numel()))
-        self.sent: Tensor | None = None
+        # Two to receive and one to send, for any number of hops: memory is the same for rings of any size.
+        self.buffers = key.new_empty((3, 2 * key.numel()))
         self._start(0)
 
     def __iter__(self) -> Iterator[tuple[Hop, Tensor, Tensor]]:
@@ -182,16 +188,17 @@ class _Incoming:
 
     def _start(self, number: int) -> None:
         if number == len(self.mask.hops):
-            self.under_way, self.sent = [], None
+            self.under_way = []
             return
         hop = self.mask.hops[number]
         rank, ranks = self.group.rank(), self.group.size()
         self.message = _view(self.buffers[number % 2], hop.receive.shape(self.key))
-        self.sent = None  # what is sent stays alive until it has been, which it has by now for the hop before
-        if not hop.send.empty:
-            self.sent = hop.send.gather(self.key, self.value)
-        filled = None if hop.receive.empty else self.message
-        transfer = self.sent, (rank + hop.distance) % ranks, filled, (rank - hop.distance) % ranks
+        outgoing = _view(self.buffers[2], hop.send.shape(self.key))
+        hop.send.fill(outgoing, self.key, self.value)
+        sent, filled = (
+            None if parcel.empty else x for parcel, x in ((hop.send, outgoing), (hop.receive, self.message))
+        )
+        transfer = sent, (rank + hop.distance) % ranks, filled, (rank - hop.distance) % ranks
         self.under_way = exchange(transfer, self.group, tag=2 * number)
 
 
