@@ -64,9 +64,11 @@ class Layout:
         return int(self.grid()[tuple(coordinates.get(axis, 0) for axis in AXES)])
 
     def groups(self, *axes: str) -> np.ndarray:
-        """The groups of ranks that differ only along `axes`: int (number of groups, ranks in a group)."""
-        grid = self.grid()
-        inside = [AXES.index(axis) for axis in axes]
+        """The groups of ranks that differ only along `axes`, all of one grid: int (groups, ranks in a group)."""
+        grid, names = self.grid(), AXES
+        if not set(axes) <= set(AXES):
+            grid, names = self.expert_grid(), EXPERT_AXES
+        inside = [names.index(axis) for axis in axes]
         outside = [dim for dim in range(grid.ndim) if dim not in inside]
         size = int(np.prod([grid.shape[dim] for dim in inside]))
         return grid.transpose(outside + inside).reshape(-1, size)

@@ -5,12 +5,12 @@ from parallel.devices import DEVICES
 from parallel.layout import Layout
 
 
-def nodes_spanned(layout: Layout, axis: str, devices_per_node: int | None) -> int:
-    """Over how many nodes the widest group of an axis is spread; 1 where all is one node, or nodes are not known."""
+def nodes_spanned(layout: Layout, axes: str | tuple[str, ...], devices_per_node: int | None) -> int:
+    """Over how many nodes the widest group of axes is spread; 1 where all is one node, or nodes are not known."""
     if devices_per_node is None or layout.world <= devices_per_node:
         return 1
     # All groups of an axis are shifts of one another along the other axes; the first and last cover what can differ.
-    groups = layout.groups(axis)
+    groups = layout.groups(*(axes if isinstance(axes, tuple) else (axes,)))
     sample = groups if len(groups) <= 64 else groups[:: max(len(groups) // 64, 1)]
     return max(len({int(rank) // devices_per_node for rank in group}) for group in sample)
 

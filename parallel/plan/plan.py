@@ -157,7 +157,10 @@ def stage_of(config: Config, layout: Layout, pp_rank: int) -> Stage:
 
 def described(row: Traffic, config: Config, layout: Layout) -> dict[str, Any]:
     """One row of traffic with the wires it runs over, its seconds on them, and what of it can hide under compute."""
-    spanned = nodes_spanned(grid_of(config, layout), row.axis, config.cluster.devices_per_node)
+    copies = ("dp_replicate",) if config.parallelism.zero else ("dp_replicate", "expert_dp")
+    axes = {"world": AXES, "expert_replicate": copies}.get(row.axis, (row.axis,))
+    grid = grid_of(config, layout) if set(axes) <= set(AXES) else layout
+    spanned = nodes_spanned(grid, axes, config.cluster.devices_per_node)
     speed = link_bytes_per_s(config.cluster, spanned)
     return asdict(row) | {
         "nodes_spanned": spanned,
@@ -183,7 +186,7 @@ def can_hide(row: Traffic, config: Config, layout: Layout) -> float:
     if row.axis == "pp":
         count = microbatch_count(config, layout)
         return max(count - layout.pp, 0) / count
-    if row.axis in ("dp_replicate", "dp_shard") and row.calls > 1:
+    if row.axis in ("dp_replicate", "dp_shard", "expert_replicate", "expert_dp") and row.calls > 1:
         groups = len(split_layers(config.model, config.parallelism)[0]) + 1
         return (groups - 1) / groups
     return 0.0

@@ -11,6 +11,8 @@ from tests.recipes.commands import MICRO, assert_same_weights, metrics, run, sta
 EXPERTS = [
     *MICRO,
     *("model=tiny_moe", "callbacks=experts", "model.moe.intermediate_size=16", "model.moe.bias_update_rate=0.01"),
+    # In fp64, since in less a token near the border between two experts may go to either.
+    "precision=fp64",
     *("model.moe.z_loss=0.001", "callbacks.expert_load.every_n_steps=2", "logger=none"),
 ]
 
@@ -28,7 +30,7 @@ def test_given_experts_over_ranks_when_trained_then_telemetry_says_what_routers_
         assert two["dropped_fraction"] == 0
         assert two["expert_bias_range"] <= 0.02 * two["step"]
         for key in ("balance_loss", "z_loss", "expert_load_max", "router_entropy", "expert_bias_range", "loss"):
-            assert one[key] == pytest.approx(two[key], rel=1e-4)
+            assert one[key] == pytest.approx(two[key], rel=1e-9)
     (line,) = (tmp_path / "two" / "expert_load.jsonl").read_text().splitlines()
     found = json.loads(line)
     assert found["step"] == 2
