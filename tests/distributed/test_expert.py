@@ -2,7 +2,6 @@
 
 import gc
 from itertools import product
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +23,6 @@ from tests.distributed.cases import (
     make_config,
     merged,
     one_process,
-    relative,
     train,
     worst_error,
 )
@@ -285,29 +283,3 @@ def test_memory_does_not_grow_with_steps(pool: Pool, recompute: str) -> None:
     config = config_of(BALANCED, ep=2, zero=3, recompute=recompute)
     for found in pool.run(2, "tests.distributed.test_expert:live_bytes", config, 10):
         assert found[0] == found[1]
-
-
-CHECKPOINTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "ep2 zero3": (2, {"ep": 2, "zero": 3}),
-    "tp2 etp2": (2, {"tp": 2, "etp": 2}),
-    "pp2": (2, {"pp": 2, "data": {"micro_batch": 2}}),
-    "zero2": (2, {"zero": 2}),
-}
-PAIRS = [("one", "ep2 zero3"), ("ep2 zero3", "tp2 etp2"), ("tp2 etp2", "pp2"), ("pp2", "zero2"), ("zero2", "one")]
-
-
-@pytest.mark.parametrize(("before", "after"), PAIRS)
-def test_a_checkpoint_of_experts_and_biases_goes_on_in_another_layout(
-    pool: Pool, tmp_path: Path, before: str, after: str
-) -> None:
-    moe = {"bias_update_rate": 0.02, "balance_loss": 0.1}
-    configs = {name: config_of(moe, optimizer="adamw", **CHECKPOINTS[name][1]) for name in (before, after)}
-    resumed = "tests.distributed.cases:resumed"
-    straight = pool.run(1, resumed, one_process(configs[before]), tmp_path / "straight", 0, 4)[0]
-    pool.run(CHECKPOINTS[before][0], resumed, configs[before], tmp_path, 0, 2)
-    traces = pool.run(CHECKPOINTS[after][0], resumed, configs[after], tmp_path, 2, 4)
-    found = {name: weight for weights in traces for name, weight in weights.items()}
-    assert found.keys() == straight.keys()
-    worst = max((relative(straight[name], found[name]), name) for name in straight)
-    assert worst[0] < 1e-9, worst
