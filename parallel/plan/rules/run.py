@@ -269,11 +269,11 @@ def checkpoint(config: Config) -> Iterator[Fault]:
 def adapters(config: Config) -> Iterator[Fault]:
     """Adapters stand beside weights that were trained, and where every linear layer computes by itself."""
     rank = config.model.lora.rank
-    if rank and config.weights is None and config.ckpt in ("auto", "none"):
+    if rank > 0 and config.weights is None and config.ckpt in ("auto", "none"):
         yield Fault(
             "adapters-of-nothing",
-            f"model.lora.rank={rank} trains adapters of weights that stand still, and these would be random. Write "
-            f"weights=<a checkpoint, run directory or folder of safetensors>.",
+            f"model.lora.rank={rank} trains adapters of weights that stand still, and these would be random: name them "
+            f"by weights=<a checkpoint, run directory or folder of safetensors>.",
             {"model.lora.rank": [0]},
         )
     if rank and config.parallelism.async_tp:
