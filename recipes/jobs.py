@@ -78,7 +78,9 @@ def _earlier_jobs(run_dir: Path, config: Config) -> list[Path]:
 
 
 def in_queue(number: str) -> bool:
-    """Whether a job waits, runs or is about to start again."""
+    """Whether a job waits, runs or is about to start again; where there is no SLURM none does."""
+    if shutil.which("squeue") is None:
+        return False
     done = subprocess.run(["squeue", "--noheader", f"--jobs={number}"], capture_output=True, text=True)
     if done.returncode and "Invalid job id" not in done.stderr:
         return True  # SLURM does not answer just now

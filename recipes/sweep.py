@@ -37,10 +37,10 @@ class Point:
         """`done`, or why not; empty while its job waits or runs."""
         if self.fault or self.job is None:
             return f"refused: {self.fault}"
-        if (self.job.run_dir / "DONE").exists():
-            return "done"
         if in_queue(self.number):
             return ""
+        if (self.job.run_dir / "DONE").exists():
+            return "done"
         failed = self.job.run_dir / "FAILED"
         reason = failed.read_text().splitlines()[0] if failed.exists() else "look at its log"
         return f"failed: {reason}"
