@@ -11,6 +11,7 @@ or T / tp with sequence parallelism), c and p the bytes of a number in computing
 from dataclasses import dataclass, replace
 
 from models.config import LOSS_CHUNK, ModelConfig
+from parallel.balance import padded_length
 from parallel.config import BYTES, Config, recompute_interval
 from parallel.layout import Layout
 from parallel.plan.expert_traffic import expected_rows, microbatch_count, own_tokens
@@ -56,7 +57,7 @@ def sizes(config: Config, layout: Layout) -> Sizes:
     """The sizes of a microbatch on each rank of a layout."""
     model, data, tp = config.model, config.data, layout.tp
     compute = BYTES[config.precision.compute]
-    tokens = data.micro_batch * (data.seq_len // layout.cp)
+    tokens = data.micro_batch * padded_length(data.seq_len, config.parallelism) // layout.cp
     sequence = config.parallelism.sequence_parallel and tp > 1
     return Sizes(
         tokens=tokens,

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import InferenceMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -33,7 +32,7 @@ from parallel.layout import Layout
 from parallel.pipeline import build_decoder
 from parallel.plan.traffic import Traffic, ring_bytes
 from parallel.sharded import local
-from parallel.step import Batch, clip, forward_backward, make_mesh, parallelize
+from parallel.step import Batch, ParallelModel, clip, forward_backward, make_mesh, parallelize
 
 OPERATIONS = {
     "c10d::allreduce_": "all_reduce",
@@ -264,7 +263,7 @@ def dry_run(config: Config, layout: Layout, rank: int, make_optimizer: Callable[
             batch = _batch(config, layout)
             optimizer = make_optimizer(config.optimizer, decoder)
             parameters = list(decoder.parameters())
-            memory, ledger = MemoryLedger(decoder), Ledger(_axes(mesh, model.expert_mesh))
+            memory, ledger = MemoryLedger(decoder), Ledger(_axes(model))
             memory.hold(parameters, "parameters")
             with memory.watching(), ledger:
                 forward_backward(model, batch, 0)
@@ -291,11 +290,15 @@ def _batch(config: Config, layout: Layout) -> Batch:
     return batch | {"sample": torch.zeros(sequences, dtype=torch.int64)}
 
 
-def _axes(mesh: DeviceMesh, experts: DeviceMesh | None) -> dict[str, str]:
+def _axes(model: ParallelModel) -> dict[str, str]:
+    mesh, experts = model.mesh, model.expert_mesh
     names = mesh.mesh_dim_names
     assert names is not None
     found = {} if experts is None else {str(experts.get_group(a).group_name): a for a in ("expert_dp", "ep", "etp")}
     found |= {str(mesh.get_group(axis).group_name): axis for axis in names}
+    if model.context is not None:
+        groups = (model.context.ring, model.context.ulysses)
+        found |= {str(group.group_name): "cp" for group in groups if group is not None}
     if experts is not None:
         found.setdefault(str(experts.get_group("dp_replicate").group_name), "expert_replicate")
         found[str(dist.distributed_c10d._get_default_group().group_name)] = "world"  # see traffic.by_group

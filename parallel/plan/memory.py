@@ -13,10 +13,10 @@ from functools import cache
 
 from models.config import ModelConfig
 from models.counts import end_shapes, is_expert, layer_shapes
-from parallel.config import BYTES, AdamWConfig, Config, MuonConfig, ParallelismConfig, SGDConfig
-from parallel.layout import Layout, piece
+from parallel.config import BYTES, AdamWConfig, Config, MuonConfig, ParallelismConfig, SGDConfig, recompute_interval
+from parallel.layout import Layout, mesh_layout, piece
 from parallel.order import order
-from parallel.plan.activations import layer_activations, loss_activations, shared_kept, sizes
+from parallel.plan.activations import LayerActivations, layer_activations, loss_activations, shared_kept, sizes
 from parallel.plan.traffic import split_dim
 from parallel.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from parallel.stages import split_layers, splits_backward, stages_of
@@ -51,12 +51,12 @@ class Memory:
 
 def sharded(config: Config, layout: Layout) -> bool:
     """Whether FSDP2 manages the weights (parallel/step.py): with data ranks, or computing in another type."""
-    return layout.dp > 1 or config.precision.compute != config.precision.master
+    return layout.dp * layout.cp > 1 or config.precision.compute != config.precision.master
 
 
 def shards(config: Config, layout: Layout) -> int:
     """Over how many ranks a weight is dealt out."""
-    return layout.dp_shard if config.parallelism.zero else 1
+    return mesh_layout(layout, config.parallelism.zero).dp_shard
 
 
 def rank_layers(config: Config, pp_rank: int) -> list[int]:
@@ -91,7 +91,8 @@ def block_shape(name: str, shape: tuple[int, ...], config: Config, layout: Layou
     dim = split_dim(name, config.model, layout.tp)
     if dim is not None:
         block[dim] = len(piece(shape[dim], layout.tp, place["tp"]))
-    block[0] = len(piece(block[0], shards(config, layout), place["dp_shard"] if config.parallelism.zero else 0))
+    shard = place["dp_shard"] * layout.cp + place["cp"] if config.parallelism.zero else 0
+    block[0] = len(piece(block[0], shards(config, layout), shard))
     return block
 
 
@@ -103,12 +104,15 @@ def _expert_parts(name: str, config: Config, layout: Layout) -> list[int]:
 
 def held_parameters(config: Config, layout: Layout, place: dict[str, int]) -> dict[str, int]:
     """Elements of every parameter that the rank at `place` holds, layers under the name of each layer."""
-    found = {}
+    found: dict[str, int] = {}
+    known: dict[tuple[str, tuple[int, ...]], int] = {}  # most layers are alike
     layers, shapes_of = rank_layers(config, place["pp"]), groups(config, place["pp"])
     prefixes = [f"model.layers.{layer}." for layer in layers] + [""] * (len(shapes_of) - len(layers))
     for prefix, shapes in zip(prefixes, shapes_of, strict=True):
-        for name, shape in shapes.items():
-            found[prefix + name] = math.prod(block_shape(name, shape, config, layout, place))
+        for key in shapes.items():
+            if key not in known:
+                known[key] = math.prod(block_shape(*key, config, layout, place))
+            found[prefix + key[0]] = known[key]
     return found
 
 
@@ -176,11 +180,13 @@ class _Rank:
         layers = {layer for stage in self.stages for layer in self.split[stage]}
         self.layers = {layer: self._padded(layer_shapes(config.model, layer)) for layer in layers}
         self.layer = max(self.layers.values())
+        self._alike: dict[tuple[bool, bool], LayerActivations] = {}
         self.whole = {stage: self._stage_elements(stage) for stage in self.stages}
         self.kept = {stage: self._stage_kept(stage) for stage in self.stages}
         self.actions = self._order()[place["pp"]] if self.pipeline else self._plain()
-        self.buffers = 2 * self.size.stream * self.pipeline
-        """What a pipeline has sent last, and receives next."""
+        messages = 8 if self.last_stage in self.stages else 2
+        self.buffers = messages * self.size.stream * self.pipeline
+        """What a pipeline has under way: the last rank sends back while it receives. Seen in dry runs, not derived."""
 
     def _order(self) -> list[list[Action]]:
         """The schedule, of as many microbatches as show its peak: but for gpipe, a steady state holds no more."""
@@ -203,12 +209,25 @@ class _Rank:
     def _stage_elements(self, stage: int) -> int:
         return sum(self.layers[layer] for layer in self.split[stage]) + sum(self._ends(stage))
 
+    def _layer(self, layer: int) -> LayerActivations:
+        """What a layer keeps; layers of one kind that are worked out again are alike, and so are the others."""
+        interval = recompute_interval(self.config.parallelism.recompute)
+        kind = interval is not None and layer % interval == 0, self.config.model.has_experts(layer)
+        if kind not in self._alike:
+            self._alike[kind] = layer_activations(self.config, self.layout, layer)
+        return self._alike[kind]
+
     def _stage_kept(self, stage: int) -> int:
-        layers = sum(layer_activations(self.config, self.layout, layer).kept for layer in self.split[stage])
+        layers = sum(self._layer(layer).kept for layer in self.split[stage])
         loss = loss_activations(self.config, self.layout).kept if stage == self.last_stage else 0
-        # A stage's input is kept; schedules of several stages a rank also keep what a stage has sent.
-        received = self.size.stream * (stage > 0)
-        sent = self.size.stream * (len(self.stages) > 1 and stage != self.last_stage)
+        # A stage's input is kept, if not by its first layer then beside it; and by all schedules but 1F1B its output.
+        mode, first = self.config.parallelism.recompute, self.split[stage][0]
+        interval = recompute_interval(mode)
+        by_layer = mode == "selective:ops" or (interval is not None and first % interval == 0)
+        by_layer |= self.size.compute == self.size.precise
+        received = self.size.stream * (stage > 0 and not by_layer)
+        sends_late = self.config.parallelism.pp_schedule != "1f1b" and self.pipeline
+        sent = self.size.stream * (sends_late and stage != self.last_stage)
         return layers + loss + received + sent + shared_kept(self.config, self.size)
 
     def _pending(self, stage: int) -> int:
@@ -257,7 +276,7 @@ class _Rank:
 
     def backward(self, stage: int, held: int, finished: frozenset[int]) -> Iterator[Memory]:
         """While a stage's last layer goes backward, then the one before it."""
-        layers = [layer_activations(self.config, self.layout, layer) for layer in self.split[stage]]
+        layers = [self._layer(layer) for layer in self.split[stage]]
         now, last = self._standing(held, finished), stage == self.last_stage
         # The gradient of the down projection stands when those of the block's activations do.
         shapes = layer_shapes(self.config.model, self.split[stage][-1])

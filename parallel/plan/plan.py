@@ -7,7 +7,7 @@ from typing import Any
 from models.counts import parameter_count, training_flops_per_token
 from parallel.config import RECOMPUTE_MODES, Config, FloatType, SyntheticData
 from parallel.devices import DEVICES
-from parallel.layout import AXES, Layout, resolve
+from parallel.layout import AXES, Layout, mesh_layout, resolve
 from parallel.plan.memory import KINDS, Memory, rank_layers
 from parallel.plan.network import link_bytes_per_s, nodes_spanned
 from parallel.plan.problems import Problem, refuse
@@ -159,7 +159,8 @@ def described(row: Traffic, config: Config, layout: Layout) -> dict[str, Any]:
     """One row of traffic with the wires it runs over, its seconds on them, and what of it can hide under compute."""
     copies = ("dp_replicate",) if config.parallelism.zero else ("dp_replicate", "expert_dp")
     axes = {"world": AXES, "expert_replicate": copies}.get(row.axis, (row.axis,))
-    grid = grid_of(config, layout) if set(axes) <= set(AXES) else layout
+    # Collectives over data ranks run over context ranks too; the experts' axes are as they stand.
+    grid = mesh_layout(layout, config.parallelism.zero) if set(axes) <= set(AXES) else layout
     spanned = nodes_spanned(grid, axes, config.cluster.devices_per_node)
     speed = link_bytes_per_s(config.cluster, spanned)
     return asdict(row) | {
@@ -169,23 +170,19 @@ def described(row: Traffic, config: Config, layout: Layout) -> dict[str, Any]:
     }
 
 
-def grid_of(config: Config, layout: Layout) -> Layout:
-    """The grid that collectives run over: with zero=0 every data rank is a replica."""
-    if config.parallelism.zero:
-        return layout
-    return replace(layout, dp_replicate=layout.dp, dp_shard=1)
-
-
 def can_hide(row: Traffic, config: Config, layout: Layout) -> float:
     """The largest share of a row that computing can hide, by what waits for what; never a promise.
 
-    Tensor parallelism's results are needed at once. A pipeline's messages hide but for those that fill and drain it.
+    Tensor parallelism's results are needed at once. A ring's keys and values travel while attention works on others. A
+    pipeline's messages hide but for those that fill and drain it.
     FSDP2 gathers a layer while another computes and reduces one while the next goes backward: all but the first gather,
     or the last reduction, of as many as there are groups.
     """
     if row.axis == "pp":
         count = microbatch_count(config, layout)
         return max(count - layout.pp, 0) / count
+    if row.axis == "cp" and row.operation == "send":
+        return 1.0
     if row.axis in ("dp_replicate", "dp_shard", "expert_replicate", "expert_dp") and row.calls > 1:
         groups = len(split_layers(config.model, config.parallelism)[0]) + 1
         return (groups - 1) / groups

@@ -23,6 +23,12 @@ def stages(config: Config, layout: Layout) -> Iterator[Fault]:
     if pp == 1:
         if virtual != 1:
             yield Fault("virtual-stages", f"{what} needs parallelism.pp above 1.", {"parallelism.virtual_stages": [1]})
+        if parallelism.pp_split not in ("balanced", "even"):
+            yield Fault(
+                "layers",
+                f"parallelism.pp_split={parallelism.pp_split} is for parallelism.pp above 1.",
+                {"parallelism.pp_split": ["balanced"]},
+            )
         return
     interleaved = PipelineSchedule["interleaved_1f1b"]
     if schedule in SINGLE and virtual != 1:

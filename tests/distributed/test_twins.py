@@ -1,0 +1,28 @@
+"""The twin of every large recipe trains on gloo with the recipe's axes, and is the run of one process."""
+
+import pytest
+
+from recipes.locks import recipes
+from tests.distributed.cases import merged, reference, worst_error
+from tests.distributed.pool import Pool
+from tests.small import config
+
+TWINS = [name for name in recipes() if name.startswith("tiny_") and name != "tiny_moe"]
+SHORT = (
+    *("data=synthetic", "data.seq_len=32", "data.global_batch=8", "data.validation_sequences=4", "precision=fp64"),
+    *("model.hidden_size=64", "model.head_dim=16", "optimizer=sgd", "callbacks=none", "logger=none"),
+)
+
+
+def test_every_large_recipe_has_a_twin() -> None:
+    large = [name for name in recipes() if not name.startswith("tiny")]
+    assert sorted(TWINS) == sorted(f"tiny_{name}" for name in large)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_given_a_twin_when_trained_two_steps_then_it_is_the_run_of_one_process(pool: Pool, name: str) -> None:
+    made = config(f"recipe={name}", *SHORT)
+    expected = reference(pool, made)
+    traces = pool.run(made.recipe.devices or 1, "tests.distributed.cases:train", made, 3)
+    error, where = worst_error(expected, merged(traces))
+    assert error < 1e-9, where

@@ -1,0 +1,77 @@
+"""A dry run and the formulas say the same: weights, gradients, state and traffic exactly, the peak of memory nearly."""
+
+import pytest
+
+from parallel.layout import resolve
+from parallel.plan.memory import KINDS, held_parameters, peak
+from parallel.plan.traffic import BYTES, traffic
+from recipes.plan_dry_run import run
+from tests.small import config
+
+MODEL = (
+    *("model.hidden_size=512", "model.intermediate_size=1408", "model.head_dim=64", "model.num_attention_heads=8"),
+    *("model.num_key_value_heads=4", "data.seq_len=1024", "data.global_batch=16", "data.micro_batch=1"),
+    *("precision=bf16", "data=synthetic", "model.vocab_size=4096"),
+)
+SPLIT = "tp=2 sequence_parallel=true loss_parallel=true"
+CASES = [
+    (1, "", "precision=fp32"),
+    (8, "zero=3", ""),
+    (8, "zero=3 recompute=full", ""),
+    (8, "zero=2 recompute=selective:ops", "data.micro_batch=2"),
+    (4, "zero=1 recompute=selective:attention", ""),
+    (4, "zero=0 recompute=selective:mlp", "precision=fp64 optimizer=sgd optimizer.momentum=0.9"),
+    (8, f"zero=3 {SPLIT}", "model.tie_word_embeddings=true"),
+    (8, f"zero=1 {SPLIT} dp_replicate=2", "model.qk_norm=true model.dropout=0.1"),
+    (16, f"zero=1 pp=4 {SPLIT}", ""),
+    (16, f"zero=3 pp=4 {SPLIT} recompute=full", ""),
+    (8, f"zero=1 pp=4 {SPLIT} pp_schedule=gpipe", ""),
+]
+FAIR = [
+    (8, f"zero=1 pp=2 {SPLIT} pp_schedule=interleaved_1f1b virtual_stages=2", ""),
+    (8, f"zero=1 pp=2 {SPLIT} pp_schedule=interleaved_zero_bubble virtual_stages=2", ""),
+    (8, f"zero=1 pp=2 {SPLIT} pp_schedule=zbv_zero_bubble virtual_stages=2", ""),
+    (8, f"zero=1 {SPLIT} cp=2", ""),
+]
+
+
+def _check(world: int, split: str, other: str, rank: int, tolerance: float) -> None:
+    made = config(*MODEL, *(f"parallelism.{part}" for part in split.split()), *other.split())
+    layout = resolve(made.parallelism, world)
+    done = run(made, layout, rank)
+    master = BYTES[made.precision.master]
+    held = sum(held_parameters(made, layout, done.coordinates).values()) * master
+    formula = peak(made, layout, done.coordinates)
+    assert done.parameters == done.gradients == held
+    assert done.optimizer == formula.optimizer
+    found = {(row.axis, row.operation): (row.calls, row.bytes_sent) for row in done.traffic}
+    place = done.coordinates
+    said = traffic(made, layout, place["pp"], place["cp"]) if layout.cp > 1 else traffic(made, layout, place["pp"])
+    assert found == {(row.axis, row.operation): (row.calls, row.bytes_sent) for row in said}
+    assert formula.total == pytest.approx(done.total, rel=tolerance)
+    if tolerance <= 0.03:
+        activations = done.peak.get("activations", 0) + done.peak.get("loss", 0)
+        assert formula.activations + formula.loss == pytest.approx(activations, rel=0.03)
+    assert set(done.peak) <= set(KINDS)
+
+
+@pytest.mark.parametrize(("world", "split", "other"), CASES, ids=[f"{w} {s} {o}" for w, s, o in CASES])
+def test_given_a_layout_when_dry_run_then_the_formulas_agree(world: int, split: str, other: str) -> None:
+    ranks = {0, world - 1} if "pp=" in split else {0}
+    for rank in ranks:
+        _check(world, split, other, rank, 0.03)
+
+
+@pytest.mark.parametrize(("world", "split", "other"), FAIR, ids=[f"{w} {s} {o}" for w, s, o in FAIR])
+def test_given_a_layout_whose_buffers_come_and_go_when_dry_run_then_the_peak_is_near(
+    world: int, split: str, other: str
+) -> None:
+    _check(world, split, other, 0, 0.1)
+
+
+def test_given_a_rank_with_smaller_shards_when_dry_run_then_what_it_holds_is_exact() -> None:
+    made = config(*MODEL, "parallelism.zero=3", "parallelism.tp=2", "data.global_batch=20")
+    layout = resolve(made.parallelism, 10)
+    done = run(made, layout, 9)
+    assert done.parameters == 4 * sum(held_parameters(made, layout, done.coordinates).values())
+    assert done.parameters < run(made, layout, 0).parameters
