@@ -19,6 +19,7 @@ def test_every_large_recipe_has_a_twin() -> None:
     assert sorted(TWINS) == sorted(f"tiny_{name}" for name in large)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TWINS)
 def test_given_a_twin_when_trained_two_steps_then_it_is_the_run_of_one_process(pool: Pool, name: str) -> None:
     made = config(f"recipe={name}", *SHORT)
