@@ -47,9 +47,8 @@ def test_given_an_export_when_imported_then_weights_are_equal_and_a_run_starts_f
     split = ["parallelism.tp=2", "parallelism.loss_parallel=true"]
     option = ["--config-dir", f"{tmp_path}/imported/conf", "model=imported"]
     shared = [part for part in MICRO if not part.startswith("model.")]
-    first = start(
-        "train", *shared, *option, f"weights={tmp_path}/imported", *split, f"run.dir={tmp_path}/a", "run.id=a"
-    )
+    began = [*option, *shared, f"weights={tmp_path}/imported"]
+    first = start("train", *began, *split, f"run.dir={tmp_path}/a", "run.id=a", "logger=none")
     second = start("train", *MICRO, f"weights={trained}/hf", f"run.dir={tmp_path}/b", "run.id=b", "logger=none")
     succeed(first, second)
     for a, b in zip(metrics(tmp_path / "a"), metrics(tmp_path / "b"), strict=True):
