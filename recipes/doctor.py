@@ -2,6 +2,7 @@
 
     python -m recipes.doctor [GROUP=OPTION KEY=VALUE ...]    checks, and prints a table; 1 where something is wrong
     python -m recipes.doctor run=DIR                         what has changed since a run was made
+    python -m recipes.doctor --locks [RECIPE ...]            what recipes and their locks do not agree on
 
 The batch script runs it on every rank before training. Rank 0 then names bad nodes, in words and in the job's file
 `bad-nodes`.
@@ -184,7 +185,11 @@ def since(run: str) -> bool:
 
 
 def main() -> None:
-    """The command line: `run=DIR` alone, or overrides."""
+    """The command line: `run=DIR` alone, `--locks`, or overrides."""
+    if "--locks" in sys.argv[1:]:
+        from recipes import locks
+
+        locks.main([argument for argument in sys.argv[1:] if argument != "--locks"])
     if len(sys.argv) == 2 and sys.argv[1].startswith("run="):
         commands.start_console_log()
         try:

@@ -116,12 +116,12 @@ def write(name: str, measured: dict[str, Any] | None = None) -> None:
     path.write_text(json.dumps(lock_of(name, measured), indent=1) + "\n")
 
 
-def main() -> None:
-    """The command line."""
+def main(words: list[str] | None = None) -> None:
+    """The command line; `recipes.doctor --locks` brings its own words."""
     parser = argparse.ArgumentParser(prog="python -m recipes.locks", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="recipes; all where none is named")
     parser.add_argument("--write", action="store_true", help="write the locks anew")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     try:
         for name in arguments.names or recipes():
             if arguments.write:

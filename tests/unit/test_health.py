@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.doctor import changes, note_bad_nodes
+from recipes.doctor import changes, main, note_bad_nodes
 from recipes.health import CHECKS, Report, bad_nodes, disk, matmul, variables, versions
 from tests.recipes.commands import run
 from tests.small import config
@@ -119,3 +119,13 @@ def test_given_a_run_when_asked_what_has_changed_then_key_by_key(tmp_path: Path)
     assert done.returncode == 1
     assert "python: 2.7 then, 3." in done.stdout
     assert run("doctor", "run=/nowhere").returncode == 2
+
+
+def test_given_locks_when_the_doctor_is_asked_then_it_says_whether_recipes_agree(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["recipes.doctor", "--locks", "tiny"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == "every recipe is what its lock says\n"
