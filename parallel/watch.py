@@ -21,6 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
+
 from parallel import flight
 from parallel.cluster import WatchConfig
 from parallel.ranks import Ranks, node_name
@@ -30,6 +32,14 @@ TICK_S = 0.05
 COLLECT_S = 5.0
 """How long rank 0 waits for the others to write where they are."""
 _C_MARGIN_S = 15.0  # when even this thread cannot run (the interpreter's lock is held in C), C code ends the process
+
+
+def from_collective(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, was raised by NCCL or gloo (which has no type of its own)."""
+    if error is None:
+        return False
+    own = isinstance(error, dist.DistBackendError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    return own or from_collective(error.__cause__)
 
 
 class Watch:

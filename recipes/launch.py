@@ -16,7 +16,7 @@ from pathlib import Path
 
 from models.errors import ConfigError, RunError
 from parallel.ranks import STORE_VARIABLE, Ranks, node_name
-from parallel.watch import Watch
+from parallel.watch import Watch, from_collective
 from recipes.run_directory import first_failure
 from recipes.signals import ENDING, RunInterruptedError
 
@@ -175,7 +175,7 @@ def error_reported(ranks: Ranks, run_dir: Path) -> Iterator[list[Watch]]:
     except Exception as error:
         user_fault = isinstance(error, ConfigError | RunError)
         message = str(error) if user_fault else "".join(traceback.format_exception(error))
-        if watched and isinstance(error, RuntimeError) and not user_fault and (order := watched[0].failed(error)):
+        if watched and from_collective(error) and (order := watched[0].failed(error)):
             message = f"{order}\n{message}"
         if ERROR_VARIABLE in os.environ:
             interrupted = isinstance(error, RunInterruptedError)

@@ -131,7 +131,10 @@ SCOPES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 RECOMPUTE = ("none", "full", "selective:mlp")
 # Each scope and each recomputation with every layout, not their product.
 BALANCES = [
-    (*case, scope, RECOMPUTE[(i + j) % 3]) for i, case in enumerate(SCOPES) for j, scope in enumerate(BalanceScope)
+    # A split backward pass takes no recomputation.
+    (*case, scope, "none" if "pp_schedule" in case[1] else RECOMPUTE[(i + j) % 3])
+    for i, case in enumerate(SCOPES)
+    for j, scope in enumerate(BalanceScope)
 ]
 
 

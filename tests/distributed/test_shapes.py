@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from parallel.config import MaskPattern
+from parallel.plan.problems import Severity
 from parallel.plan.validate import validate
 from tests.distributed.cases import disagreeing_replicas, make_config, merged, reference, worst_error
 from tests.distributed.pool import Pool
@@ -44,7 +45,7 @@ EXACT: dict[str, tuple[int, dict[str, Any]]] = {
 def test_shape_is_exact(pool: Pool, name: str) -> None:
     world, settings = EXACT[name]
     config = make_config(**settings)
-    assert validate(config, world) == []
+    assert [problem for problem in validate(config, world) if problem.severity == Severity.error] == []
     traces = pool.run(world, TRAIN, config)
     error, where = worst_error(reference(pool, config), merged(traces))
     print(f"{name}: {error:.1e} ({where})")
@@ -53,7 +54,7 @@ def test_shape_is_exact(pool: Pool, name: str) -> None:
 
 
 REFUSED: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
-    "heads": (3, {"tp": 3, "data": {"seq_len": 15}}, ("parallelism.tp=3", "num_attention_heads=4", "[1, 2, 4]")),
+    "heads": (3, {"tp": 3, "data": {"seq_len": 15}}, ("parallelism.tp=3", "num_attention_heads=4", "tp=4 or 2")),
     "key/value heads": (
         6,
         {"tp": 6, "data": {"seq_len": 12}, "model": {"num_attention_heads": 12, "num_key_value_heads": 4}},
