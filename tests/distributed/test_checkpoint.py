@@ -9,6 +9,7 @@ import pytest
 from models.config import MoEConfig
 from tests.distributed.cases import Continued, make_config, one_process, relative
 from tests.distributed.pool import Pool
+from tests.distributed.thinned import thinned
 
 RESUMED = "tests.distributed.cases:resumed"
 SP = {"sequence_parallel": True, "loss_parallel": True}
@@ -106,7 +107,7 @@ def _check(pool: Pool, straight: dict[bool, Continued], saved: Any, before: str,
     assert worst < 1e-9, where
 
 
-@pytest.mark.parametrize(("before", "after"), PAIRS)
+@pytest.mark.parametrize(("before", "after"), thinned(PAIRS))
 def test_resuming_on_another_layout_is_the_same_run(
     pool: Pool, straight: dict[bool, Continued], saved: Any, before: str, after: str
 ) -> None:

@@ -16,6 +16,7 @@ from recipes.data.windows import SyntheticWindows
 from tests.distributed import cases
 from tests.distributed.cases import Trace, disagreeing_replicas, make_config, merged, reference, worst_error
 from tests.distributed.pool import Pool
+from tests.distributed.thinned import thinned
 
 TRAIN = "tests.distributed.cases:train"
 MASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -81,9 +82,8 @@ def _check(pool: Pool, world: int, config: Config, steps: int = 3) -> float:
     return error
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_context_parallelism_equals_one_process(pool: Pool, case: tuple[int, dict[str, Any]]) -> None:
-    world, chosen = case
+@pytest.mark.parametrize(("world", "chosen"), thinned(CASES), ids=str)
+def test_context_parallelism_equals_one_process(pool: Pool, world: int, chosen: dict[str, Any]) -> None:
     print(f"{_check(pool, world, make_config(**chosen)):.1e}")
 
 
@@ -103,9 +103,10 @@ PIPELINES: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("case", PIPELINES, ids=str)
-def test_every_microbatch_of_a_pipeline_has_its_own_documents(pool: Pool, case: tuple[int, dict[str, Any]]) -> None:
-    world, chosen = case  # S-15
+@pytest.mark.parametrize(("world", "chosen"), thinned(PIPELINES), ids=str)
+def test_every_microbatch_of_a_pipeline_has_its_own_documents(
+    pool: Pool, world: int, chosen: dict[str, Any]
+) -> None:  # S-15
     print(f"{_check(pool, world, make_config(**chosen)):.1e}")
 
 

@@ -27,6 +27,7 @@ from tests.distributed.cases import (
     worst_error,
 )
 from tests.distributed.pool import Pool
+from tests.distributed.thinned import thinned
 
 SP = {"sequence_parallel": True, "loss_parallel": True}
 BALANCED = {"balance_loss": 0.1, "z_loss": 0.01}
@@ -103,7 +104,7 @@ PLAIN: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("world", "layout"), PLAIN, ids=str)
+@pytest.mark.parametrize(("world", "layout"), thinned(PLAIN), ids=str)
 def test_experts_over_ranks_are_the_same_run(pool: Pool, world: int, layout: dict[str, Any]) -> None:
     # What a mixture may have goes round with the case, so that each option meets several layouts.
     index = PLAIN.index((world, layout))
@@ -138,7 +139,7 @@ BALANCES = [
 ]
 
 
-@pytest.mark.parametrize(("world", "layout", "data", "scope", "recompute"), BALANCES, ids=str)
+@pytest.mark.parametrize(("world", "layout", "data", "scope", "recompute"), thinned(BALANCES, 3), ids=str)
 def test_balancing_is_the_same_for_every_layout_microbatch_count_and_recomputation(
     pool: Pool, world: int, layout: dict[str, Any], data: dict[str, Any], scope: BalanceScope, recompute: str
 ) -> None:
@@ -157,8 +158,8 @@ DROPS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("order", list(DropOrder))
-@pytest.mark.parametrize(("world", "layout"), DROPS, ids=str)
+@pytest.mark.parametrize("order", thinned(DropOrder))
+@pytest.mark.parametrize(("world", "layout"), thinned(DROPS), ids=str)
 def test_a_full_expert_drops_the_same_tokens_in_every_layout(
     pool: Pool, world: int, layout: dict[str, Any], order: DropOrder
 ) -> None:
@@ -250,7 +251,7 @@ def test_experts_are_really_dealt_out_with_more_shards_than_experts(pool: Pool) 
     [{"ep": 4, "zero": 3}, {"tp": 2, "ep": 4} | SP, {"ep": 4, "zero": 1, "moe": {"capacity_factor": 1.0}}],
     ids=str,
 )
-@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("nodes", thinned([2, 4]))
 def test_an_exchange_in_two_hops_is_the_same_run(pool: Pool, nodes: int, settings: dict[str, Any]) -> None:
     moe = BALANCED | {"bias_update_rate": 0.02} | settings.get("moe", {})
     layout = {key: value for key, value in settings.items() if key != "moe"}
