@@ -17,7 +17,7 @@ CONFIG = {
     "wrong type": (["trainer.max_steps=many"], "trainer.max_steps"),
     "not an override": (["trainer.max_steps"], "not of the form KEY=VALUE"),
     "missing file": (["data=files", "data.paths=[/nowhere/x.jsonl]"], "data.paths: /nowhere/x.jsonl matches no file"),
-    "no file named": (["data=files"], "data.paths is empty"),
+    "no file named": (["data=files"], "reads data.paths, which is empty"),
     "vocabulary": (["data.vocab_size=300"], "model.vocab_size=260 is smaller than the 300 tokens"),
     "seq_len": (["data.seq_len=2048"], "data.seq_len=2048 is above model.max_position_embeddings=1024"),
     "evil target": (["+callbacks.x._target_=os.system"], "would run code from outside"),
