@@ -232,6 +232,7 @@ def test_a_run_that_is_asked_to_end_leaves_the_reason(tmp_path: Path) -> None:
         assert "SIGTERM" in (run / "FAILED").read_text()
 
 
+@pytest.mark.long  # minutes, which the default suite does not have
 def test_a_run_that_is_asked_to_end_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     # Dropout, so that a random state that is not kept would be seen.
     same = ["parallelism.tp=2", "model.dropout=0.1", "trainer.max_steps=400", "trainer.log_interval=1", "run.id=a"]

@@ -9,6 +9,7 @@ from parallel.config import MaskPattern
 from tests.distributed.cases import disagreeing_replicas, make_config, merged, reference, worst_error
 from tests.distributed.faults import FAULTS
 from tests.distributed.pool import Pool
+from tests.distributed.thinned import thinned
 
 TP: dict[str, Any] = {"world": 2, "tp": 2}
 SP: dict[str, Any] = TP | {"sequence_parallel": True, "loss_parallel": True}
@@ -97,7 +98,7 @@ def test_fault_is_caught(pool: Pool, name: str) -> None:
     assert error > 1e-6 or torn
 
 
-@pytest.mark.parametrize("name", WHERE)
+@pytest.mark.parametrize("name", thinned(WHERE))
 def test_the_same_run_without_the_fault_passes(pool: Pool, name: str) -> None:
     layout = dict(WHERE[name])
     world = layout.pop("world")

@@ -19,6 +19,7 @@ from parallel.step import forward_backward
 from tests.distributed.cases import build, make_config
 from tests.distributed.pool import Pool
 from tests.distributed.test_pipeline import settings
+from tests.distributed.thinned import thinned
 
 OPERATIONS = {
     "c10d::allreduce_": "all_reduce",
@@ -163,7 +164,7 @@ CONTEXT: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("world", "settings"), CONTEXT, ids=lambda value: str(value))
+@pytest.mark.parametrize(("world", "settings"), thinned(CONTEXT), ids=lambda value: str(value))
 def test_every_context_rank_sends_what_the_formula_says(pool: Pool, world: int, settings: dict[str, Any]) -> None:
     config = make_config(**settings)
     layout = resolve(config.parallelism, world)
@@ -217,7 +218,7 @@ MIXTURES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("world", "moe", "settings"), MIXTURES, ids=str)
+@pytest.mark.parametrize(("world", "moe", "settings"), thinned(MIXTURES), ids=str)
 def test_bytes_of_a_mixture_equal_the_formula_for_what_was_routed(
     pool: Pool, world: int, moe: dict[str, Any], settings: dict[str, Any]
 ) -> None:

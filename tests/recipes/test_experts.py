@@ -17,6 +17,7 @@ EXPERTS = [
 ]
 
 
+@pytest.mark.long  # minutes, which the default suite does not have
 def test_given_experts_over_ranks_when_trained_then_telemetry_says_what_routers_did(tmp_path: Path) -> None:
     done = run("train", *EXPERTS, f"run.dir={tmp_path}/two", "parallelism.ep=2", "parallelism.dp_shard=2")
     assert done.returncode == 0, done.stderr
