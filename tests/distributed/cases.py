@@ -151,7 +151,7 @@ def build(config: Config) -> tuple[ParallelModel, TrainBatches]:
 
 
 def train(config: Config, steps: int = 3, fault: str | None = None) -> Trace:
-    """Train for some steps on this rank; `fault` plants one of tests/distributed/faults.py."""
+    """Train for some steps on this rank; `fault` plants one of tests/distributed/faults."""
     from tests.distributed.faults import FAULTS
 
     with FAULTS[fault]() if fault else nullcontext():
