@@ -62,7 +62,11 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_schedule_equals_one_process(pool: Pool, case: tuple[int, dict[str, Any]]) -> None:
-    world, chosen = case
+    check(pool, *case)
+
+
+def check(pool: Pool, world: int, chosen: dict[str, Any]) -> None:
+    """A pipeline is the same run as one process, from the initial weights to the replicas' bits."""
     config = make_config(**chosen)
     expected = reference(pool, config)
     traces = pool.run(world, TRAIN, config)
@@ -109,11 +113,4 @@ def wide_pool() -> Iterator[Pool]:
 @pytest.mark.long
 @pytest.mark.parametrize("case", matrix(), ids=str)
 def test_the_whole_matrix_equals_one_process(wide_pool: Pool, case: tuple[int, dict[str, Any]]) -> None:
-    world, chosen = case
-    config = make_config(**chosen)
-    expected = reference(wide_pool, config)
-    traces = wide_pool.run(world, TRAIN, config)
-    error, where = worst_error(expected, merged(traces))
-    print(f"{error:.1e} ({where})")
-    assert error < 1e-9, where
-    assert disagreeing_replicas(traces) == []
+    check(wide_pool, *case)
