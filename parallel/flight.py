@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel.layout import Layout, axes_along
+
 ENTRIES = 2000
 
 
@@ -66,14 +68,18 @@ def _collective(entry: dict[str, Any]) -> Collective:
     )
 
 
-def axis_groups(mesh: DeviceMesh) -> dict[str, tuple[str, list[int]]]:
-    """For each process group of a mesh's axes: the axis (or axes, where one group serves several) and its ranks."""
+def axis_groups(mesh: DeviceMesh, layout: Layout, zero: int) -> dict[str, tuple[str, list[int]]]:
+    """For each process group of a mesh's axes: the axis (or axes, where one group serves several) and its ranks.
+
+    Axes are named as in the config, which has other data axes than the mesh.
+    """
     import torch.distributed as dist
 
     found: dict[str, tuple[str, list[int]]] = {}
     for axis in mesh.mesh_dim_names or ():
         group = mesh.get_group(axis)
         if group.size() > 1:
-            names = f"{found[group.group_name][0]}, {axis}" if group.group_name in found else axis
+            named = ", ".join(axes_along(layout, axis, zero))
+            names = f"{found[group.group_name][0]}, {named}" if group.group_name in found else named
             found[group.group_name] = names, dist.get_process_group_ranks(group)
     return found

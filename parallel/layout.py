@@ -95,6 +95,12 @@ def mesh_layout(layout: Layout, zero: int) -> Layout:
     return Layout(layout.pp, layout.dp_replicate * shard, 1, 1, layout.tp, layout.ep, layout.etp)
 
 
+def axes_along(layout: Layout, axis: str, zero: int) -> list[str]:
+    """The config's axes, of more than one rank, along which an axis of the mesh (`mesh_layout`) runs."""
+    folded = {"dp_shard": ("dp_shard", "cp")} if zero > 0 else {"dp_replicate": ("dp_replicate", "dp_shard", "cp")}
+    return [name for name in folded.get(axis, (axis,)) if getattr(layout, name) > 1]
+
+
 def expert_mesh_sizes(layout: Layout, zero: int) -> list[int]:
     """Sizes of `EXPERT_AXES` that the mesh of experts is built from; with zero=0 a shard is one rank here too."""
     if zero > 0:

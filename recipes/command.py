@@ -29,6 +29,8 @@ from recipes import schema
 from recipes.completion import completes_in_bash
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
+JOB_VARIABLE = "QUINTET_JOB_DIR"
+"""The folder of a submitted job, which its batch script names."""
 
 
 def new_run_id() -> str:
@@ -103,9 +105,17 @@ def report(error: Exception) -> int:
         case _:
             traceback.print_exception(error)
             return 1
+    if code == 2:
+        leave_word_of_refusal()
     name = "config refused" if code == 2 else "failed"
     print(f"{name}:{chr(10) if chr(10) in message else ' '}{message}", file=sys.stderr, flush=True)
     return code
+
+
+def leave_word_of_refusal() -> None:
+    """Tell the job's batch script that its config is refused: srun's exit code may be that of a task that it ended."""
+    if JOB_VARIABLE in os.environ:
+        Path(os.environ[JOB_VARIABLE], "refused").touch()
 
 
 def start_console_log() -> None:

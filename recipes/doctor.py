@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from parallel.ranks import Ranks
     from recipes.health import Report
 
-JOB_VARIABLE = "QUINTET_JOB_DIR"
-"""The folder of a submitted job, which its batch script names."""
 ELEMENTS = 1 << 20
 """Float32 numbers in the collective whose bandwidth is taken."""
 
@@ -155,8 +153,8 @@ def note_bad_nodes(reports: "list[Report]", bad: dict[str, list[str]]) -> None:
 
     Where all are bad it is not the nodes: excluding every node would leave the job in the queue for ever.
     """
-    if JOB_VARIABLE in os.environ and bad.keys() < {report.node for report in reports}:
-        with Path(os.environ[JOB_VARIABLE], "bad-nodes").open("a") as file:
+    if commands.JOB_VARIABLE in os.environ and bad.keys() < {report.node for report in reports}:
+        with Path(os.environ[commands.JOB_VARIABLE], "bad-nodes").open("a") as file:
             file.writelines(f"{node}\n" for node in sorted(bad))
 
 

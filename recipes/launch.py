@@ -17,6 +17,7 @@ from pathlib import Path
 from models.errors import ConfigError, RunError
 from parallel.ranks import STORE_VARIABLE, Ranks, node_name
 from parallel.watch import Watch, from_collective
+from recipes.command import leave_word_of_refusal
 from recipes.run_directory import first_failure
 from recipes.signals import ENDING, RunInterruptedError
 
@@ -187,6 +188,8 @@ def error_reported(ranks: Ranks, run_dir: Path) -> Iterator[list[Watch]]:
         else:
             print(f"rank {ranks.rank} on {node_name()} failed:\n{message}", file=sys.stderr, flush=True)
             first_failure(run_dir, f"rank {ranks.rank} on {node_name()}: {type(error).__name__}: {message}")
+        if isinstance(error, ConfigError):
+            leave_word_of_refusal()
         # Not sys.exit: a collective that waits for other ranks in a destructor must not keep this one alive.
         sys.stderr.flush()
         os._exit(2 if isinstance(error, ConfigError) else 1)

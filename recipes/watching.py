@@ -29,7 +29,8 @@ class Watching(Callback):
         self.watch, self.config = watch, config
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self.watch.groups = axis_groups(pl_module.parallel.mesh)
+        model = pl_module.parallel
+        self.watch.groups = axis_groups(model.mesh, model.layout, model.config.parallelism.zero)
         self.watch.beat("data", trainer.global_step + 1, self.config.start_limit_s)
         self._first = trainer.global_step
 
@@ -106,9 +107,11 @@ class Stragglers(Callback):
         if device == "cuda":
             share = sum(c.seconds or 0.0 for c in recorded() if c.entered > self._began) / seconds
         self._begin(trainer)
-        return seconds / count * max(1.0 - share, 0.0)
+        return seconds / count * max(1.0 - share, 1e-3)  # 0 would be "not known"
 
     def _compare(self, works: list[float], step: int) -> None:
+        if not all(works):
+            return  # too early on some rank: this says nothing, and forgets nothing
         found = stragglers(works, self.layout, self.factor)
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in found}
         for rank, usual in found.items():

@@ -1,13 +1,16 @@
 """Every fault of a config at once, before anything is built: a pure function from the config to a list of problems."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Sequence
 
 from models.errors import ConfigError
 from parallel.config import Config
-from parallel.layout import resolve
+from parallel.layout import Layout, resolve
 from parallel.plan.problems import Fault, Problem, Severity
 from parallel.plan.repair import advice, repairs
 from parallel.plan.rules import cluster, context, experts, fit, layout, model, pipeline, run, sharding, tensor
+
+Rule = Callable[[Config], Iterable[Fault]]
+LayoutRule = Callable[[Config, Layout], Iterable[Fault]]
 
 OF_CONFIG = (
     model.shape,
@@ -64,9 +67,10 @@ def validate(config: Config, world: int) -> list[Problem]:
             Problem(Severity.error, fault.message + advice(changes), fault.rule, tuple(changes))
             for fault, changes in zip(faults, found, strict=True)
         ]
+    grid = resolve(config.parallelism, world, config.cluster.nodes)
     return [
-        *(Problem(Severity.warning, fault.message, fault.rule) for fault in _costs(config, world)),
-        *(Problem(Severity.note, fault.message, fault.rule) for fault in _notes(config, world)),
+        *(Problem(Severity.warning, f.message, f.rule) for f in _found(COSTS, LAYOUT_COSTS, config, grid)),
+        *(Problem(Severity.note, f.message, f.rule) for f in _found(NOTES, LAYOUT_NOTES, config, grid)),
     ]
 
 
@@ -84,17 +88,6 @@ def errors(config: Config, world: int) -> list[Fault]:
     return faults
 
 
-def _costs(config: Config, world: int) -> Iterator[Fault]:
-    grid = resolve(config.parallelism, world, config.cluster.nodes)
-    for rule in COSTS:
-        yield from rule(config)
-    for layout_rule in LAYOUT_COSTS:
-        yield from layout_rule(config, grid)
-
-
-def _notes(config: Config, world: int) -> Iterator[Fault]:
-    grid = resolve(config.parallelism, world, config.cluster.nodes)
-    for rule in NOTES:
-        yield from rule(config)
-    for layout_rule in LAYOUT_NOTES:
-        yield from layout_rule(config, grid)
+def _found(of_config: Sequence[Rule], of_layout: Sequence[LayoutRule], config: Config, layout: Layout) -> list[Fault]:
+    faults = [fault for rule in of_config for fault in rule(config)]
+    return faults + [fault for rule in of_layout for fault in rule(config, layout)]

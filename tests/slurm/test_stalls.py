@@ -94,11 +94,7 @@ def jobs(cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
     return submitted | {"slow": (job, root / "tiny/slow")}
 
 
-# Not passing yet: hence with the long tests, which are run by hand.
-WORKER = "a data worker that stalls"
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n == WORKER else ()) for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_given_a_planted_stall_when_the_limit_has_passed_then_rank_node_axis_and_step_are_named_and_the_run_goes_on(
     jobs: dict[str, tuple[str, Path]], name: str
 ) -> None:
@@ -122,7 +118,6 @@ def test_given_a_planted_stall_when_the_limit_has_passed_then_rank_node_axis_and
     assert re.search(words.partition(" of axis")[0], log), log
 
 
-@pytest.mark.long  # not passing yet, as above
 def test_given_a_slow_rank_when_training_then_it_is_named_while_the_run_goes_on(
     jobs: dict[str, tuple[str, Path]],
 ) -> None:

@@ -40,7 +40,6 @@ def test_two_nodes_of_four_tasks_train_as_one_process_does(cluster: Path, tmp_pa
     assert json.loads((run / "environment.json").read_text())["git"]["commit"]
 
 
-@pytest.mark.long  # not passing yet: the refusal is seen, and the job still requeued
 def test_given_fewer_tasks_than_devices_when_started_then_it_is_an_error_and_not_fewer_ranks(
     cluster: Path, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from models.errors import ConfigError
 from parallel.config import ClusterConfig, ParallelismConfig
-from parallel.layout import AXES, Layout, resolve, world_size
+from parallel.layout import AXES, Layout, axes_along, mesh_layout, resolve, world_size
 
 LAYOUTS = [
     Layout(),
@@ -116,3 +116,17 @@ def test_given_a_cluster_when_counted_then_the_world_is_what_it_says_or_what_is_
 ) -> None:
     cluster = ClusterConfig("c", "auto", nodes=nodes, devices_per_node=devices)
     assert world_size(cluster, ParallelismConfig(tp=2, pp=3), gpus) == world
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_given_an_axis_of_the_mesh_when_named_then_it_is_by_axes_of_the_config_of_as_many_ranks(
+    layout: Layout, zero: int
+) -> None:
+    mesh = mesh_layout(layout, zero)
+    for axis in AXES:
+        sizes = [getattr(layout, name) for name in axes_along(layout, axis, zero)]
+        if getattr(mesh, axis) > 1:
+            assert int(np.prod(sizes)) == getattr(mesh, axis)
+            assert 1 not in sizes
+    assert axes_along(Layout(dp_shard=2), "dp_replicate", 0) == ["dp_shard"]
