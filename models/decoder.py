@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from models.attention import Attention, KeyValueCache
 from models.config import ModelConfig
-from models.dropout import DropoutKey, dropout
+from models.dropout import Dropout, DropoutKey
 from models.feed_forward import FeedForward
 from models.lora import add_adapters
 from models.loss import WholeVocabulary, linear_cross_entropy
@@ -28,7 +28,6 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.index = index
-        self.dropout = config.dropout
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -37,6 +36,8 @@ class DecoderLayer(nn.Module):
             if config.has_experts(index)
             else FeedForward(config, config.intermediate_size)
         )
+        self.attention_dropout = Dropout(config.dropout, f"layers.{index}.self_attn")
+        self.mlp_dropout = Dropout(config.dropout, f"layers.{index}.mlp")
 
     def forward(
         self,
@@ -49,10 +50,10 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """(batch, seq, hidden) to (batch, seq, hidden)."""
         attention = self.self_attn(self.input_layernorm(x), rotary, mask, cache)
-        x = x + dropout(attention, self.dropout, f"layers.{self.index}.self_attn", dropout_key)
+        x = x + self.attention_dropout(attention, dropout_key)
         told = (dropout_key, routing) if isinstance(self.mlp, MixtureOfExperts) else ()
         feed_forward = self.mlp(self.post_attention_layernorm(x), *told)
-        return x + dropout(feed_forward, self.dropout, f"layers.{self.index}.mlp", dropout_key)
+        return x + self.mlp_dropout(feed_forward, dropout_key)
 
 
 class OutputLayer(nn.Linear):
@@ -80,6 +81,7 @@ class DecoderBody(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if embedding else None
+        self.embedding_dropout = Dropout(config.dropout, "embed_tokens")
         # By its number in the whole decoder, so that a layer is named the same whatever else is here.
         self.layers = nn.ModuleDict({str(index): DecoderLayer(config, index) for index in layers})
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if norm else None
@@ -96,7 +98,7 @@ class DecoderBody(nn.Module):
     ) -> Tensor:
         if not x.is_floating_point():
             assert self.embed_tokens is not None
-            x = dropout(self.embed_tokens(x), self.config.dropout, "embed_tokens", dropout_key)
+            x = self.embedding_dropout(self.embed_tokens(x), dropout_key)
         rotary = rotary_tables(self.config.rope, self.config.head_dim, positions, x.dtype)
         length, cached = positions.shape[1], len(caches[0]) if caches else 0
         mask = self.mask_of(length, cached + length, self.config.sliding_window, document_ids)

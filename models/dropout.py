@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.random import keep_mask, key_of
 
@@ -21,9 +21,17 @@ class DropoutKey:
     position: Tensor
 
 
-def dropout(x: Tensor, probability: float, place: str, key: DropoutKey | None) -> Tensor:
-    """Drop elements of x (batch, seq, channels) and scale the rest by 1 / (1 - probability); without a key, nothing."""
-    if key is None or probability == 0.0:
-        return x
-    keep = keep_mask(key.sample, key.position, x.shape[-1], probability, key_of(key.seed, key.step, place))
-    return x * keep.to(x.dtype) / (1.0 - probability)
+class Dropout(nn.Module):
+    """Drops elements with a probability and scales the rest by 1 / (1 - probability); `place` names where it stands."""
+
+    def __init__(self, probability: float, place: str) -> None:
+        super().__init__()
+        self.probability, self.place = probability, place
+
+    def forward(self, x: Tensor, key: DropoutKey | None) -> Tensor:
+        """(batch, seq, channels) to the same; without a key, nothing is dropped."""
+        if key is None or self.probability == 0.0:
+            return x
+        mask_key = key_of(key.seed, key.step, self.place)
+        keep = keep_mask(key.sample, key.position, x.shape[-1], self.probability, mask_key)
+        return x * keep.to(x.dtype) / (1.0 - self.probability)

@@ -129,6 +129,7 @@ class _Leave(torch.autograd.Function):
         return (all_gather(grads[0], 1, ctx.group) if ctx.sequence else grads[0]), None, None
 
 
+@torch.compiler.disable
 def enter_tensor_parallel(x: Tensor, group: ProcessGroup, sequence: bool) -> Tensor:
     """Where every rank goes on with its own part of the weights: "f" of Megatron-LM (Shoeybi et al., 2019, figure 3).
 
@@ -138,11 +139,13 @@ def enter_tensor_parallel(x: Tensor, group: ProcessGroup, sequence: bool) -> Ten
     return _Enter.apply(x, group, sequence)
 
 
+@torch.compiler.disable
 def leave_tensor_parallel(x: Tensor, group: ProcessGroup, sequence: bool) -> Tensor:
     """Where the ranks' partial results are summed, "g" of the same figures; with `sequence` each keeps its piece."""
     return _Leave.apply(x, group, sequence)
 
 
+@torch.compiler.disable
 def gather_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     """The ranks' pieces of x (batch, seq, ...), one after another; gradients are summed and each rank gets its own."""
     return _Enter.apply(x, group, True)

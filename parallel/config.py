@@ -332,6 +332,8 @@ class TrainerConfig:
     """Validation sequences to use, from the front; None is all of them."""
     log_interval: int
     """Steps between fetching metrics from the device, writing and showing them."""
+    compile: bool = False
+    """Layers by torch.compile (parallel/compiled.py): the same numbers, sooner, after a first step of minutes."""
 
 
 @dataclass(frozen=True)

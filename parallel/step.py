@@ -22,6 +22,7 @@ from models.dropout import DropoutKey
 from models.initialise import initialise
 from parallel.balance import ring_and_ulysses
 from parallel.collectives import all_reduce
+from parallel.compiled import compile_layers
 from parallel.config import Config
 from parallel.context import Context
 from parallel.expert import ExpertGroups, connect_experts, mixtures, split_experts
@@ -130,7 +131,6 @@ def parallelize(
         model.routing = RoutingBook(config, layout, mixtures(decoder), device)
     if layout.tp > 1:
         model.partial = split_tensors(decoder, mesh["tp"], parallelism)
-    apply_recompute(decoder, parallelism.recompute, keep_attention=ring_and_ulysses(parallelism)[0] == 1)
     parts = build_parts(decoder, parallelism, mesh.get_local_rank("pp"))
     for part in parts.values():
         # An axis of one rank would still cost FSDP2 a collective.
@@ -147,6 +147,10 @@ def parallelize(
         model.context = Context(config, layout, dist.get_rank())
         for part in parts.values():
             model.context.install(part)
+    if config.trainer.compile and fake is None:
+        plain = layout.cp == 1 and not config.data.document_mask and config.model.sliding_window is None
+        compile_layers(decoder, device, plain)
+    apply_recompute(decoder, parallelism.recompute, keep_attention=ring_and_ulysses(parallelism)[0] == 1)
     if layout.pp > 1:
         model.pipeline = Pipeline(parts, config, layout, mesh.get_group("pp"), device)
     return model

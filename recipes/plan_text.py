@@ -51,9 +51,7 @@ def _ranks(plan: Plan) -> Iterator[str]:
         nodes = sorted({rank // plan.devices_per_node for rank in (first, first + each - 1)})
         where = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {nodes[0]} to {nodes[-1]}"
         held = ranges(stage.layers)
-        ends = ["embedding"] * (0 in stage.stages) + ["output layer"] * (
-            len(plan.stages) * 1 > 0 and _is_last(plan, stage)
-        )
+        ends = ["embedding"] * (0 in stage.stages) + ["output layer"] * _is_last(plan, stage)
         yield f"  pp {stage.pp_rank}: ranks {first} to {first + each - 1}, {where}: layers {', '.join([held, *ends])}"
     yield from _left_out(plan)
 

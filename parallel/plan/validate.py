@@ -22,6 +22,7 @@ OF_CONFIG = (
     run.optimizer,
     run.scheduler,
     run.loop,
+    run.compiled,
     run.checkpoint,
     run.adapters,
     cluster.variables,
@@ -53,8 +54,8 @@ LAYOUT_COSTS = (
     fit.recompute_costs,
 )
 """What is legal and costly."""
-NOTES = (model.vocabulary_notes, run.data_notes)
-LAYOUT_NOTES = (layout.costs, experts.advice)
+NOTES = (model.vocabulary_notes, run.data_notes, run.compiled_notes)
+LAYOUT_NOTES = (layout.costs, context.notes, experts.advice)
 """What is worth knowing."""
 
 

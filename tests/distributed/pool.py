@@ -87,6 +87,7 @@ def _work(pipe: Connection, timeout_s: int) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # its own pool of processes a daemon may not start
     while True:
         rank, world, store, function, arguments = pipe.recv()
         try:

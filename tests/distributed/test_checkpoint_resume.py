@@ -78,6 +78,25 @@ def test_given_a_run_that_dies_when_run_again_then_all_it_leaves_is_equal_to_the
     assert (about["step"], about["consumed_samples"]) == (6, 6 * config.data.global_batch)
 
 
+def test_given_compiled_layers_when_resumed_twice_then_names_are_those_of_plain_layers_and_bits_stay(
+    pool: Pool, tmp_path: Path
+) -> None:
+    # S-33
+    plain = _config({})
+    config = replace(plain, trainer=replace(plain.trainer, compile=True))
+    never: Outcome = pool.run(1, RUN, with_run(config, tmp_path / "whole", 6, 2))[0]
+    dying = with_run(config, tmp_path / "dying", 6, 2)
+    for die_at in (4, 6):
+        assert pool.run(1, RUN, dying, die_at)[0].died == f"PlantedError: in step {die_at}"
+    after: Outcome = pool.run(1, RUN, dying)[0]
+    _equal(never.state, after.state)
+    assert _rows(tmp_path / "dying") == _rows(tmp_path / "whole")
+    other: Outcome = pool.run(1, RUN, with_run(plain, tmp_path / "plain", 6, 2))[0]
+    assert other.state.keys() == after.state.keys()
+    names = [(tmp_path / run / "checkpoints/step-00000006/manifest.json").read_text() for run in ("plain", "whole")]
+    assert json.loads(names[0])["files"].keys() == json.loads(names[1])["files"].keys()
+
+
 def test_given_a_save_after_a_validation_when_resumed_then_neither_is_done_again(pool: Pool, tmp_path: Path) -> None:
     config = _config({})
     config = replace(config, trainer=replace(config.trainer, val_interval=2))

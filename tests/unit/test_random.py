@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from models.decoder import Decoder
-from models.dropout import DropoutKey, dropout
+from models.dropout import Dropout, DropoutKey
 from models.initialise import initialise
 from models.random import fill_normal, key_of, philox, uniform
 from tests.small import SMALL, random_decoder, random_tokens
@@ -145,20 +145,20 @@ def _key(sample: list[int], position: range, seed: int = 0, step: int = 0) -> Dr
 
 
 def test_given_a_split_batch_or_sequence_when_dropped_then_a_token_has_the_mask_of_the_whole() -> None:
-    whole = dropout(torch.ones(4, 16, 30), 0.3, "here", _key([0, 1, 2, 3], range(16)))
-    alone = dropout(torch.ones(1, 16, 30), 0.3, "here", _key([2], range(16)))
-    later = dropout(torch.ones(4, 8, 30), 0.3, "here", _key([0, 1, 2, 3], range(8, 16)))
+    whole = Dropout(0.3, "here")(torch.ones(4, 16, 30), _key([0, 1, 2, 3], range(16)))
+    alone = Dropout(0.3, "here")(torch.ones(1, 16, 30), _key([2], range(16)))
+    later = Dropout(0.3, "here")(torch.ones(4, 8, 30), _key([0, 1, 2, 3], range(8, 16)))
     assert torch.equal(alone[0], whole[2])
     assert torch.equal(later, whole[:, 8:])
 
 
 def test_given_another_seed_step_place_sample_position_or_channel_when_dropped_then_masks_are_independent() -> None:
     ones, samples, positions = torch.ones(2, 2, 4000), [0, 1], range(2)
-    base = dropout(ones, 0.5, "a", _key(samples, positions))
+    base = Dropout(0.5, "a")(ones, _key(samples, positions))
     variants = [
-        dropout(ones, 0.5, "a", _key(samples, positions, seed=1))[0, 0],
-        dropout(ones, 0.5, "a", _key(samples, positions, step=1))[0, 0],
-        dropout(ones, 0.5, "b", _key(samples, positions))[0, 0],
+        Dropout(0.5, "a")(ones, _key(samples, positions, seed=1))[0, 0],
+        Dropout(0.5, "a")(ones, _key(samples, positions, step=1))[0, 0],
+        Dropout(0.5, "b")(ones, _key(samples, positions))[0, 0],
         base[1, 0],
         base[0, 1],
         base[0, 0].roll(1),
@@ -172,7 +172,7 @@ def test_given_another_seed_step_place_sample_position_or_channel_when_dropped_t
 def test_given_a_probability_when_dropped_then_that_share_is_zero_and_the_rest_keeps_the_mean(
     probability: float,
 ) -> None:
-    dropped = dropout(torch.ones(8, 64, 203), probability, "here", _key(list(range(8)), range(64)))
+    dropped = Dropout(probability, "here")(torch.ones(8, 64, 203), _key(list(range(8)), range(64)))
     keep, count = 1 - probability, dropped.numel()
     tolerance = 5 * math.sqrt(keep * probability / count)
     assert float((dropped != 0).double().mean()) == pytest.approx(keep, abs=tolerance)

@@ -94,3 +94,13 @@ def costs(config: Config, layout: Layout) -> Iterator[Fault]:
             f"{data.global_batch * (padded - data.seq_len)} of {data.global_batch * padded} a step "
             f"({1 - data.seq_len / padded:.1%}). data.seq_len={padded} needs none.",
         )
+
+
+def notes(_: Config, layout: Layout) -> Iterator[Fault]:
+    """Where the axis does nothing."""
+    if layout.cp > 1:
+        yield Fault(
+            "cp-decoding",
+            f"parallelism.cp={layout.cp} is for training and validation. Generation does not use it: it decodes one "
+            "token a step, and every rank would have to be asked for its keys and values each time.",
+        )

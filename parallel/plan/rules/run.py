@@ -7,6 +7,7 @@ from math import inf
 from parallel.config import Config, DecayShape, FilesData, HubData, MuonConfig, SyntheticData, TokenizerKind
 from parallel.devices import DEVICES
 from parallel.plan.problems import Fault
+from parallel.stages import splits_backward
 
 
 def data(config: Config) -> Iterator[Fault]:
@@ -231,6 +232,44 @@ def loop_costs(config: Config) -> Iterator[Fault]:
         yield Fault("profile", f"debug.profile traces steps 5 to 7, and trainer.max_steps={steps}: nothing is traced.")
     if config.debug.detect_anomaly and config.cluster.device in DEVICES:
         yield Fault("anomaly", "debug.detect_anomaly=true checks every operation and makes a GPU wait for each.")
+
+
+def compiled(config: Config) -> Iterator[Fault]:
+    """What goes with compiled layers."""
+    parallelism = config.parallelism
+    if not config.trainer.compile:
+        return
+    if parallelism.pp > 1 and splits_backward(parallelism):
+        yield Fault(
+            "compile-split-backward",
+            f"trainer.compile=true with parallelism.pp_schedule={parallelism.pp_schedule}: the schedule runs the two "
+            "halves of a layer's backward pass apart, and a compiled layer's backward pass is one piece.",
+            {"trainer.compile": [False], "parallelism.pp_schedule": ["interleaved_1f1b", "1f1b"]},
+        )
+    if parallelism.recompute.startswith("selective"):
+        yield Fault(
+            "compile-selective",
+            f"trainer.compile=true with parallelism.recompute={parallelism.recompute}: a layer is compiled as a whole. "
+            "With none, its compiled code keeps the results of matrix products and works out what stands between them "
+            "again, as selective:ops does.",
+            {"parallelism.recompute": ["none", "full"], "trainer.compile": [False]},
+        )
+    if parallelism.async_tp:
+        yield Fault(
+            "compile-async",
+            "trainer.compile=true with parallelism.async_tp=true has never been run, so it is not offered.",
+            {"trainer.compile": [False], "parallelism.async_tp": [False]},
+        )
+
+
+def compiled_notes(config: Config) -> Iterator[Fault]:
+    """What the plan does not know of compiled layers."""
+    if config.trainer.compile:
+        yield Fault(
+            "compile-memory",
+            "trainer.compile=true: the plan's activations are those of layers that are not compiled; compiled ones "
+            "keep as many or fewer. The first step of each shape takes minutes.",
+        )
 
 
 def checkpoint(config: Config) -> Iterator[Fault]:
