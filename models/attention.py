@@ -74,8 +74,8 @@ class Partial:
 
     def _blocks(self, key: Tensor, value: Tensor, blocks: tuple[Block, ...]) -> Any:
         for call in self.kernel.calls(blocks):
-            results = self.kernel.forward(self.query, key, value, call)
-            yield from ((block, *result) for block, result in zip(call, results, strict=True))
+            for block, (out, lse) in zip(call, self.kernel.forward(self.query, key, value, call), strict=True):
+                yield block, out, lse
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
@@ -98,11 +98,15 @@ class Gradients:
     def add(self, key: Tensor, value: Tensor, blocks: tuple[Block, ...], key_grad: Tensor, value_grad: Tensor) -> None:
         """Add the blocks' shares to the query's gradient and to those of the given keys and values."""
         for call in self.kernel.calls(blocks):
-            results = self.kernel.backward(self.grad, self.query, key, value, self.out, self.lse, call)
-            for block, (of_query, of_key, of_value) in zip(call, results, strict=True):
-                of_queries(self.query_grad, block).add_(of_query)
-                of_keys(key_grad, block).add_(of_key)
-                of_keys(value_grad, block).add_(of_value)
+            self._add_call(key, value, call, key_grad, value_grad)
+
+    def _add_call(self, key: Tensor, value: Tensor, call: list[Block], key_grad: Tensor, value_grad: Tensor) -> None:
+        # By itself, so that one call's results are gone when the next one's are made.
+        results = self.kernel.backward(self.grad, self.query, key, value, self.out, self.lse, call)
+        for block, (of_query, of_key, of_value) in zip(call, results, strict=True):
+            of_queries(self.query_grad, block).add_(of_query)
+            of_keys(key_grad, block).add_(of_key)
+            of_keys(value_grad, block).add_(of_value)
 
 
 def zeros_of(x: Tensor) -> Tensor:
