@@ -1,6 +1,6 @@
 """The shape of a decoder, as plain immutable data, and the rules a shape must keep."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from math import ceil, inf
 
@@ -116,10 +116,15 @@ class MoEConfig:
     def check(self, layers: int) -> None:
         """Raise ConfigError where the numbers do not fit together in a decoder of so many layers."""
         experts, chosen = self.num_experts, self.num_experts_per_tok
-        if experts == 0 and self != MoEConfig():
+        idle = [
+            f"model.moe.{key.name}={getattr(self, key.name)}"
+            for key in fields(self)
+            if experts == 0 and getattr(self, key.name) != getattr(MoEConfig(), key.name)
+        ]
+        if idle:
             raise ConfigError(
-                "model.moe.num_experts=0 is a dense model, and the other keys of model.moe then do nothing. Write "
-                "model.moe.num_experts=8 or so, or leave them out."
+                f"{', '.join(idle)}: model.moe.num_experts=0 is a dense model, and no other key of model.moe does "
+                "anything there. Write model.moe.num_experts=8 or so, or leave them out."
             )
         if experts == 0:
             return

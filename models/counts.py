@@ -1,9 +1,12 @@
 """How many parameters and floating-point operations a decoder has, by formula."""
 
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 from models.config import ModelConfig
 
+T = TypeVar("T")
 Linears = dict[str, tuple[tuple[int, ...], bool]]
 """Shape of a linear map's weight, and whether it has a bias."""
 
@@ -51,6 +54,16 @@ def _expert_shapes(config: ModelConfig) -> Linears:
     return linears
 
 
+def for_each_layer(config: ModelConfig, of: Callable[[int], T]) -> list[T]:
+    """`of` every layer's number, asked once for layers that are alike: dense ones, and those of experts."""
+    found: dict[bool, T] = {}
+    kinds = [config.has_experts(layer) for layer in range(config.num_hidden_layers)]
+    for layer, kind in enumerate(kinds):
+        if kind not in found:
+            found[kind] = of(layer)
+    return [found[kind] for kind in kinds]
+
+
 def is_expert(name: str) -> bool:
     """Whether a parameter is a stack over experts."""
     return "mlp.experts." in name
@@ -70,8 +83,8 @@ def end_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter of the whole decoder, under its full name."""
     shapes = end_shapes(config)
-    for layer in range(config.num_hidden_layers):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes(config, layer).items()}
+    for layer, own in enumerate(for_each_layer(config, lambda layer: layer_shapes(config, layer))):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
     return shapes
 
 
@@ -88,7 +101,7 @@ def adapter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def parameters_per_layer(config: ModelConfig) -> list[int]:
     """Parameters of every decoder layer."""
-    return [sum(map(math.prod, layer_shapes(config, layer).values())) for layer in range(config.num_hidden_layers)]
+    return for_each_layer(config, lambda layer: sum(map(math.prod, layer_shapes(config, layer).values())))
 
 
 def active_parameters_per_layer(config: ModelConfig) -> list[int]:

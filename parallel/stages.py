@@ -1,5 +1,6 @@
 """Which layers make up which pipeline stage, and which rank holds it. No torch: `plan` asks the same questions."""
 
+from functools import cache
 from itertools import pairwise
 
 from models.config import ModelConfig
@@ -84,6 +85,7 @@ def _listed(split: object, layers: int, stages: int) -> list[int]:
     return split
 
 
+@cache
 def _balanced(layers: int, stages: int, head: float) -> list[int]:
     """Layers per stage such that the dearest stage is cheapest; the last stage also has the output layer's cost.
 

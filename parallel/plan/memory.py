@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from models.config import ModelConfig
-from models.counts import end_shapes, is_expert, layer_shapes
+from models.counts import end_shapes, for_each_layer, is_expert, layer_shapes
 from parallel.config import BYTES, AdamWConfig, Config, MuonConfig, ParallelismConfig, SGDConfig, recompute_interval
 from parallel.layout import Layout, mesh_layout, piece
 from parallel.order import order
@@ -68,7 +68,8 @@ def rank_layers(config: Config, pp_rank: int) -> list[int]:
 def groups(config: Config, pp_rank: int) -> list[Shapes]:
     """The weights of a pipeline rank as FSDP2 gathers them: a group per layer, then the ends."""
     mine, last = stages_of(pp_rank, config.parallelism), config.parallelism.pp * config.parallelism.virtual_stages - 1
-    result = [layer_shapes(config.model, layer) for layer in rank_layers(config, pp_rank)]
+    shapes = for_each_layer(config.model, lambda layer: layer_shapes(config.model, layer))
+    result = [shapes[layer] for layer in rank_layers(config, pp_rank)]
     return result + end_groups(config.model, 0 in mine, last in mine)
 
 
@@ -178,7 +179,8 @@ class _Rank:
         self.shares_each = parallelism.zero >= 2 and not self.splits_backward
         """Gradients are shared out after each microbatch, or else stand whole until the step's last."""
         layers = {layer for stage in self.stages for layer in self.split[stage]}
-        self.layers = {layer: self._padded(layer_shapes(config.model, layer)) for layer in layers}
+        padded = for_each_layer(config.model, lambda layer: self._padded(layer_shapes(config.model, layer)))
+        self.layers = {layer: padded[layer] for layer in layers}
         self.layer = max(self.layers.values())
         self._alike: dict[tuple[bool, bool], LayerActivations] = {}
         self.whole = {stage: self._stage_elements(stage) for stage in self.stages}

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from parallel.config import Config
+from parallel.config import Config, OptimizerConfig
 from parallel.layout import world_size
 from parallel.plan.problems import Changes, Fault
 
@@ -19,8 +19,8 @@ KEYS_AT_ONCE = 3
 VALUES_PER_KEY = 2
 BUDGET = 80
 """Configs looked at for one fault."""
-BUDGET_OF_MEMORY = 24
-"""The same where each is asked for its memory, which takes a hundred times longer."""
+MEMORY_COST = 6
+"""As many looks is one worth at a config that is asked for its memory."""
 
 
 def changed(config: Config, changes: Changes) -> Config:
@@ -56,7 +56,7 @@ def repairs(config: Config, world: int, fault: Fault, before: list[Fault], check
     """Changes that remove `fault` and break nothing new: at most `VALUES_PER_KEY` for each key that the rule names."""
     known = Counter(other.rule for other in before)
     known[fault.rule] -= 1
-    budget = [BUDGET_OF_MEMORY if fault.rule == "memory" else BUDGET]
+    budget = [BUDGET]
     found: list[Changes] = []
     for key in fault.tries:
         found += islice(_search(config, world, {}, {key: fault.tries[key]}, known, check, budget), VALUES_PER_KEY)
@@ -75,10 +75,11 @@ def _search(
                 return
             if value == _current(config, key):
                 continue
-            budget[0] -= 1
             more = changes | {key: value}
             other = changed(config, more)
-            new = _beyond(check(other, world_after(config, other, world)), known)
+            faults = check(other, world_after(config, other, world))
+            budget[0] -= MEMORY_COST if any(fault.rule == "memory" for fault in faults) else 1
+            new = _beyond(faults, known)
             if not new:
                 yield more
             elif len(more) < KEYS_AT_ONCE and new[0].tries:
@@ -143,6 +144,8 @@ def spell(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, OptimizerConfig):
+        return value.name
     if isinstance(value, list):
         return f"[{','.join(spell(part) for part in value)}]"
     return str(value)

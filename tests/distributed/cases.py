@@ -312,10 +312,10 @@ def _references() -> dict[str, Trace]:
     return {}
 
 
-def reference(pool: Any, config: Config) -> Trace:
+def reference(pool: Any, config: Config, steps: int = 3) -> Trace:
     """The one-process run of a config, worked out once."""
     alone = one_process(config)
-    key = repr(alone)
+    key = f"{alone} {steps}"
     if key not in _references():
-        _references()[key] = pool.run(1, "tests.distributed.cases:train", alone)[0]
+        _references()[key] = pool.run(1, "tests.distributed.cases:train", alone, steps)[0]
     return _references()[key]

@@ -1,6 +1,7 @@
 """A pool of gloo workers, started once per session: importing torch in eight processes takes longer than a case."""
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 TIMEOUT_S = 180
@@ -83,6 +86,17 @@ class Pool:
         self._cases = 0
 
 
+def forget_meshes() -> None:
+    """Empty what DTensor remembers by mesh. It would name process groups of an earlier case, and keep them: threads
+    that poll sockets which the other ranks have closed, as fast as they can.
+    """
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
+    gc.collect()
+
+
 def _work(pipe: Connection, timeout_s: int) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
@@ -101,8 +115,7 @@ def _work(pipe: Connection, timeout_s: int) -> None:
             )
             result = getattr(importlib.import_module(module), name)(*arguments)
             dist.destroy_process_group()
-            # What DTensor remembers of equal meshes would name process groups of an earlier case.
-            _clear_sharding_prop_cache()
+            forget_meshes()
         except BaseException:
             answer = (True, traceback.format_exc())
         else:

@@ -71,7 +71,17 @@ def _heads(config: Config, layout: Layout) -> Iterator[Fault]:
 def _length(config: Config, layout: Layout) -> Iterator[Fault]:
     parallelism, length = config.parallelism, config.data.seq_len
     multiple, (ring, _) = length_multiple(parallelism), ring_and_ulysses(parallelism)
-    if parallelism.cp_padding or length % multiple == 0:
+    if length % multiple == 0:
+        return
+    if config.model.moe.num_experts and parallelism.cp_padding:
+        filled = padded_length(length, parallelism)
+        yield Fault(
+            "experts-filled",
+            f"data.seq_len={length} would be filled up to {filled} for parallelism.cp={layout.cp}, and experts would "
+            f"be chosen by tokens that are not there.",
+            {"data.seq_len": [filled, 2 * length - filled], "parallelism.cp": [1]},
+        )
+    if parallelism.cp_padding:
         return
     pieces = f"two pieces for each of {ring} ring ranks" if ring > 1 else f"a piece for each of {layout.cp} ranks"
     sequence = f" and equal parts for {layout.tp} tp ranks" if parallelism.sequence_parallel else ""

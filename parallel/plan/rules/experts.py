@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from models.errors import ConfigError
-from parallel.balance import padded_length
 from parallel.config import BYTES, Config, MuonConfig
 from parallel.layout import Layout, divisors, resolve
 from parallel.plan.expert_traffic import expert_elements, microbatch_count, mixture_layers, must_count
 from parallel.plan.problems import Fault, nearest
+from parallel.plan.rules.run import adamw_for
 from parallel.plan.traffic import traffic
 
 
@@ -69,7 +69,7 @@ def split(config: Config, layout: Layout) -> Iterator[Fault]:
 def routing(config: Config, layout: Layout) -> Iterator[Fault]:
     """What routing asks of sequences and of the optimizer."""
     moe, data = config.model.moe, config.data
-    if not moe.num_experts or data.seq_len < 1:
+    if not moe.num_experts or data.seq_len < 1 or moe.num_experts_per_tok < 1:
         return
     share = moe.num_experts / (data.seq_len * moe.num_experts_per_tok)
     if moe.capacity_factor is not None and 0.0 < moe.capacity_factor < share:
@@ -80,14 +80,6 @@ def routing(config: Config, layout: Layout) -> Iterator[Fault]:
             f"num_experts={moe.num_experts}); it must be {share:g} or more, or null.",
             {"model.moe.capacity_factor": [share, 1.25, None]},
         )
-    length = padded_length(data.seq_len, config.parallelism)
-    if length != data.seq_len:
-        yield Fault(
-            "experts-filled",
-            f"data.seq_len={data.seq_len} would be filled up to {length} for parallelism.cp={layout.cp}, and experts "
-            f"would be chosen by tokens that are not there.",
-            {"data.seq_len": [length, 2 * data.seq_len - length], "parallelism.cp": [1]},
-        )
     if config.parallelism.recompute == "selective:ops":
         yield Fault(
             "experts-recompute",
@@ -96,7 +88,11 @@ def routing(config: Config, layout: Layout) -> Iterator[Fault]:
             {"parallelism.recompute": ["selective:attention", "selective:mlp", "full"]},
         )
     if isinstance(config.optimizer, MuonConfig):
-        yield Fault("experts-muon", "optimizer=muon has no rule for stacks of experts. Write optimizer=adamw.")
+        yield Fault(
+            "experts-muon",
+            "optimizer=muon has no rule for stacks of experts.",
+            {"optimizer": [adamw_for(config.optimizer)]},
+        )
 
 
 def costs(config: Config, layout: Layout) -> Iterator[Fault]:

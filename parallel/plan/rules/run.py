@@ -4,7 +4,16 @@ import re
 from collections.abc import Iterator
 from math import inf
 
-from parallel.config import Config, DecayShape, FilesData, HubData, MuonConfig, SyntheticData, TokenizerKind
+from parallel.config import (
+    AdamWConfig,
+    Config,
+    DecayShape,
+    FilesData,
+    HubData,
+    MuonConfig,
+    SyntheticData,
+    TokenizerKind,
+)
 from parallel.devices import DEVICES
 from parallel.plan.problems import Fault
 from parallel.stages import splits_backward
@@ -103,8 +112,14 @@ def optimizer(config: Config) -> Iterator[Fault]:
     if isinstance(chosen, MuonConfig) and config.precision.name == "fp64":
         yield Fault(
             "muon-fp64",
-            "optimizer=muon works in bfloat16 inside, which precision=fp64 would hide. Write optimizer=adamw or sgd.",
+            "optimizer=muon works in bfloat16 inside, which precision=fp64 would hide.",
+            {"optimizer": [adamw_for(chosen)]},
         )
+
+
+def adamw_for(muon: MuonConfig) -> AdamWConfig:
+    """What stands in for muon where it has no rule: the optimizer of its own vectors."""
+    return AdamWConfig("adamw", muon.adamw_lr, muon.weight_decay, muon.decay_embeddings)
 
 
 def scheduler(config: Config) -> Iterator[Fault]:

@@ -7,6 +7,7 @@ from parallel.config import BYTES, Config, MuonConfig
 from parallel.devices import DEVICES
 from parallel.layout import Layout
 from parallel.plan.problems import Fault
+from parallel.plan.rules.run import adamw_for
 from parallel.plan.timeline import microbatch_count
 from parallel.plan.traffic import ring_bytes
 from parallel.stages import splits_backward
@@ -41,8 +42,8 @@ def sharding(config: Config, layout: Layout) -> Iterator[Fault]:
         yield Fault(
             "muon-split",
             f"optimizer=muon works on whole matrices, which parallelism.tp={layout.tp} and zero={zero} split. With "
-            "tp=1 and zero=0 it does; or take optimizer=adamw.",
-            {"parallelism.zero": [0], "parallelism.tp": [1]},
+            "tp=1 and zero=0 it does.",
+            {"parallelism.zero": [0], "parallelism.tp": [1], "optimizer": [adamw_for(config.optimizer)]},
         )
 
 
