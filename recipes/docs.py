@@ -5,6 +5,7 @@ A table stands between `<!-- table: NAME -->` and `<!-- end -->`. A test fails w
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -17,6 +18,7 @@ from parallel.plan.timeline import bubble, expected, peak_activations
 from parallel.plan.traffic import traffic
 from recipes import schema
 from recipes.command import CONF
+from recipes.composition import GRIDS, cell, cells
 
 ROOT = Path(__file__).parent.parent
 SIZES = [(2, 4), (4, 8), (4, 16), (8, 16), (8, 32), (8, 64)]
@@ -39,6 +41,8 @@ LONG = [
     "data.micro_batch=1",
 ]
 """A step of one sequence."""
+COMPOSITION = ["data=synthetic", "data.document_len=6", "data.vocab_size=60", "precision=fp64", "optimizer=sgd"]
+"""Of what goes with what."""
 
 
 def bubbles() -> str:
@@ -82,6 +86,21 @@ def context_bytes() -> str:
     return table(["GB a step, cp", *map(str, CONTEXT_RANKS)], rows)
 
 
+def composition(grid: str) -> str:
+    """What goes with what: "yes", or the rule that refuses it; then what each rule says."""
+    base = composed(*COMPOSITION)
+    said: dict[str, str] = {}
+    rows: dict[str, dict[str, str]] = {}
+    for row, column, *changes in cells(grid):
+        _, _, problems = cell(base, *changes)
+        said |= {problem.rule: problem.message for problem in problems if problem.rule not in said}
+        rows.setdefault(row, {})[column] = ", ".join(problem.rule for problem in problems) or "yes"
+    columns = [name for name in GRIDS[grid][1] if any(name in row for row in rows.values())]
+    lines = [[f"`{row}`", *(found.get(column, "") for column in columns)] for row, found in rows.items()]
+    messages = [f"* {rule}: {message.partition(' Write ')[0]}" for rule, message in said.items()]
+    return "\n".join([table(["", *columns], lines), *([""] if messages else []), *messages])
+
+
 def composed(*overrides: str) -> Config:
     """The config of a command line."""
     OmegaConf.register_new_resolver("run_id", lambda: "docs", replace=True)
@@ -96,7 +115,12 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-TABLES = {"bubbles": bubbles, "live_activations": live_activations, "context_bytes": context_bytes}
+TABLES: dict[str, Callable[[], str]] = {
+    "bubbles": bubbles,
+    "live_activations": live_activations,
+    "context_bytes": context_bytes,
+    **{f"composition_{grid}": partial(composition, grid) for grid in GRIDS},
+}
 
 
 def renewed(text: str) -> str:

@@ -109,11 +109,11 @@ def make_config(
 
 
 def one_process(config: Config) -> Config:
-    """The same run without any splitting, all sequences in one microbatch unless microbatches are what is balanced."""
+    """The same run without any splitting or compiling, in one microbatch unless microbatches are what is balanced."""
+    config = replace(config, parallelism=ParallelismConfig(), trainer=replace(config.trainer, compile=False))
     if config.model.moe.balance_loss and config.model.moe.balance_scope == BalanceScope.microbatch:
-        return replace(config, parallelism=ParallelismConfig())
-    data = replace(config.data, micro_batch=config.data.global_batch)
-    return replace(config, parallelism=ParallelismConfig(), data=data)
+        return config
+    return replace(config, data=replace(config.data, micro_batch=config.data.global_batch))
 
 
 @dataclass

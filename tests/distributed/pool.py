@@ -20,8 +20,8 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_r
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 TIMEOUT_S = 180
-RECYCLE_AFTER = 100
-"""Cases after which the workers are replaced: process groups of a DeviceMesh keep their threads for good."""
+RECYCLE_AFTER = 400
+"""Cases after which the workers are replaced, whatever they have gathered by then."""
 
 
 class CaseError(AssertionError):
@@ -99,6 +99,9 @@ def forget_meshes() -> None:
 
 def _work(pipe: Connection, timeout_s: int) -> None:
     faulthandler.enable()
+    import tests.distributed.cases  # noqa: F401  what nearly all cases need
+
+    gc.freeze()  # modules stay, so that no collection need look at them
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # its own pool of processes a daemon may not start

@@ -35,16 +35,16 @@ def compiled(mask: str, **chosen: Any) -> Config:
     return replace(config, trainer=replace(config.trainer, compile=True))
 
 
-def train_compiled(config: Config) -> tuple[Trace, int]:
+def train_compiled(config: Config, steps: int = 3) -> tuple[Trace, int]:
     """A run, and how many graphs were compiled in it."""
     torch._dynamo.reset()
     counters.clear()
-    return train(config), counters["stats"]["unique_graphs"]
+    return train(config, steps), counters["stats"]["unique_graphs"]
 
 
 def check(pool: Pool, world: int, config: Config) -> None:
     assert [problem for problem in validate(config, world) if problem.severity == Severity.error] == []
-    expected = reference(pool, replace(config, trainer=replace(config.trainer, compile=False)))
+    expected = reference(pool, config)
     results = pool.run(world, "tests.distributed.test_compiled:train_compiled", config)
     traces = merged([trace for trace, _ in results])
     error, where = worst_error(expected, traces)

@@ -269,6 +269,16 @@ def test_given_many_faults_when_refused_then_all_are_listed_at_once() -> None:
     assert str(caught.value).splitlines() == many
 
 
+@pytest.mark.parametrize(("normalised", "said"), [("true", ["experts-one-weight"]), ("false", [])])
+def test_given_one_expert_a_token_with_the_weight_1_when_validated_then_the_idle_router_is_named(
+    normalised: str, said: list[str]
+) -> None:
+    overrides = ["num_experts_per_tok=1", "balance_loss=0", f"norm_topk_prob={normalised}"]
+    problems = validate(config("data=synthetic", "model=tiny_moe", *(f"model.moe.{part}" for part in overrides)), 1)
+    assert [problem.rule for problem in problems if problem.rule == "experts-one-weight"] == said
+    assert all(problem.severity == Severity.warning for problem in problems if problem.rule == "experts-one-weight")
+
+
 def test_given_only_warnings_when_refused_then_nothing_is_raised() -> None:
     refuse([Problem(Severity.warning, "costly"), Problem(Severity.note, "by the way")])
 

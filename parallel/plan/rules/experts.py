@@ -97,6 +97,14 @@ def routing(config: Config, layout: Layout) -> Iterator[Fault]:
 
 def costs(config: Config, layout: Layout) -> Iterator[Fault]:
     """What is legal and costly."""
+    moe = config.model.moe
+    if moe.num_experts and moe.num_experts_per_tok == 1 and moe.norm_topk_prob and not moe.balance_loss:
+        yield Fault(
+            "experts-one-weight",
+            "model.moe.num_experts_per_tok=1 with model.moe.norm_topk_prob=true weighs every token's expert with 1, so "
+            "that the router has no gradient and never learns. model.moe.norm_topk_prob=false weighs it with its "
+            "probability (Switch Transformers).",
+        )
     if must_count(config, layout):
         yield Fault(
             "experts-count",
