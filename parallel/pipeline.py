@@ -5,6 +5,7 @@ positions and labels are there already. Shapes are known beforehand and never ex
 """
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any, cast
 
 import torch
@@ -42,7 +43,21 @@ def build_parts(decoder: Decoder, parallelism: ParallelismConfig, pp_rank: int) 
     split, mine = split_layers(decoder.config, parallelism), stages_of(pp_rank, parallelism)
     if len(mine) == 1:
         return {mine[0]: decoder}
-    return {stage: decoder.part(split[stage], stage == 0, stage == len(split) - 1) for stage in mine}
+    last = len(split) - 1
+    parts = {stage: decoder.part(split[stage], stage == 0, stage == last) for stage in mine}
+    if decoder.config.tie_word_embeddings and {0, last} <= parts.keys():
+        # As on two ranks, each stage has a tied embedding of its own: FSDP2 gives a parameter to one group.
+        parts[last].model.embed_tokens = _copied(parts[0].model.embed_tokens)
+        parts[last].tie_weights()
+        decoder.lm_head = None
+    return parts
+
+
+def _copied(module: Any) -> Any:
+    """A module of the same kind, hooks and sizes, with parameters of its own."""
+    other = copy(module)
+    other._parameters = {name: nn.Parameter(value.detach().clone()) for name, value in module._parameters.items()}
+    return other
 
 
 class Pipeline:
@@ -66,6 +81,10 @@ class Pipeline:
         self.recording = Recording(self._clock)
         """When the actions of the last step ran."""
         microbatches = config.data.global_batch // (config.data.micro_batch * layout.dp)
+        ends = [parts[number].model.embed_tokens for number in (0, self.last_stage) if number in parts]
+        tied = config.model.tie_word_embeddings and len(ends) == 2
+        self.tied_here = [cast(nn.Embedding, end).weight for end in ends] if tied else []
+        """A tied embedding of the first and of the last stage, where this rank has both."""
         stages = [self._stage(number, part) for number, part in parts.items()]
         self.schedule = self._schedule(stages, microbatches)
 
@@ -91,6 +110,7 @@ class Pipeline:
         `told` gives what the decoder is told of a microbatch besides: named arguments.
         """
         self._divisor, self._told = divisor, told
+        self._follow()
         self.recording = Recording(self._clock)
         inputs = (batch["tokens"],) if 0 in self.parts else ()
         losses: list[Tensor] = []
@@ -106,6 +126,7 @@ class Pipeline:
         Stages follow one another without a schedule: while the later ones work, the first go on to the next batch.
         """
         self._told = told
+        self._follow()
         x: Tensor | None = None
         for number, part in self.parts.items():
             if number == 0:
@@ -120,6 +141,13 @@ class Pipeline:
             if number != self.last_stage and number + 1 not in self.parts:
                 dist.send(x.contiguous(), group=self.group, group_dst=self.rank_of_stage(number + 1))
         return x if self.holds_loss else None
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Let the last stage's tied embedding be the first's, which alone is updated, saved and counted."""
+        if self.tied_here:
+            first, last = self.tied_here
+            local(last).copy_(local(first))
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -249,7 +277,13 @@ def _let_go(infos: tuple[Any, ...]) -> None:
 
 
 def exchange_tied_gradients(decoder: Decoder, pipeline: Pipeline) -> None:
-    """Sum the gradients of a tied embedding over its two holders, the ranks of the first and of the last stage."""
+    """Sum the gradients of a tied embedding over its two holders, the first and the last stage."""
+    if pipeline.tied_here:
+        first, last = pipeline.tied_here
+        if first.grad is not None and last.grad is not None:
+            local(first.grad).add_(local(last.grad))
+        last.grad = None
+        return
     weight = tied_weight(decoder, pipeline)
     if weight is None or weight.grad is None:
         return

@@ -140,7 +140,7 @@ def parallelize(
             shard(part, _data_axes(mesh, "dp_shard"), expert_mesh, parallelism, precision)
         with fake or nullcontext():
             part.to_empty(device="cpu" if parallelism.offload else device)
-    decoder.tie_weights()
+        part.tie_weights()
     if fake is None:
         initialise(decoder, config.model, config.seed, fill_block)
     if layout.cp > 1:

@@ -53,6 +53,8 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (2, settings("1f1b", 2, 1, 4, model={"tie_word_embeddings": True})),
     (4, settings("interleaved_1f1b", 2, 2, 4, dp=2, zero=3, model={"tie_word_embeddings": True, "dropout": 0.1})),
     (2, settings("zbv_zero_bubble", 2, 2, 4, model={"tie_word_embeddings": True})),
+    (4, settings("zbv_zero_bubble", 2, 2, 4, dp=2, zero=2, model={"tie_word_embeddings": True})),
+    (8, settings("dualpipe_v", 2, 2, 4, dp=2, zero=3, tp=2, model={"tie_word_embeddings": True})),
     (3, settings("1f1b", 3, 1, 4, model={"num_hidden_layers": 7})),
     (4, settings("1f1b", 4, 1, 4, model={"num_hidden_layers": 5})),
     (4, settings("gpipe", 4, 1, 4, model={"num_hidden_layers": 30})),
