@@ -302,7 +302,10 @@ def _zero(config: Config, layout: Layout, ranks_of: dict[str, int], part: Part, 
 
     groups = [(layer_shapes(model, layer), 2) for layer in part.layers]
     # Gathered for forward and again for backward, but for the last group, which the backward pass begins with.
-    groups += [(ends, 2)] if model.tie_word_embeddings else [(first, 2), (last, 1)]
+    if not model.tie_word_embeddings:
+        groups += [(first, 2), (last, 1)]
+    else:  # each stage has its own, also where both are here
+        groups += [(ends, 2), *([(first, 2)] if layout.pp > 1 and part.first and part.last else [])]
     for shapes, passes in groups:
         if not shapes:
             continue

@@ -30,7 +30,7 @@ CASES = [
 FAIR = [
     (8, f"zero=1 pp=2 {SPLIT} pp_schedule=interleaved_1f1b virtual_stages=2", ""),
     (8, f"zero=1 pp=2 {SPLIT} pp_schedule=interleaved_zero_bubble virtual_stages=2", ""),
-    (8, f"zero=1 pp=2 {SPLIT} pp_schedule=zbv_zero_bubble virtual_stages=2", ""),
+    (8, f"zero=1 pp=2 {SPLIT} pp_schedule=zbv_zero_bubble virtual_stages=2", "model.tie_word_embeddings=true"),
     (8, f"zero=1 {SPLIT} cp=2", ""),
 ]
 
