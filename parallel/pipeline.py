@@ -217,7 +217,10 @@ class _Stage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:
         with self.pipeline.recording.action(BACKWARD if full_backward else INPUT, self.stage_index, bwd_chunk_id):
-            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if bwd_chunk_id in self.bwd_cache:  # what is sent must be contiguous; a split pass leaves it as it comes
+            kept = self.bwd_cache[bwd_chunk_id]
+            self.bwd_cache[bwd_chunk_id] = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in kept)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.pipeline.recording.action(WEIGHT, self.stage_index, bwd_chunk_id):

@@ -43,6 +43,8 @@ def describe(done: DryRun, config: Config, layout: Layout) -> Iterator[str]:
     formula = peak(config, layout, done.coordinates)
     place = " ".join(f"{axis} {index}" for axis, index in done.coordinates.items() if getattr(layout, axis) > 1)
     yield f"dry run of rank {done.rank}{f' ({place})' if place else ''}: one step in {done.seconds:.1f} s"
+    if config.data.document_mask:
+        yield "  each sequence is taken as one document, with which attention costs most: where they end is in the data"
     yield f"  {'peak, GB':<10}" + "".join(f"{kind:>14}" for kind in KINDS) + f"{'total':>10}"
     measured = "".join(f"{done.peak.get(kind, 0) / 1e9:>14.3f}" for kind in KINDS)
     yield f"  {'measured':<10}{measured}{done.total / 1e9:>10.3f}"

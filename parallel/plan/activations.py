@@ -83,15 +83,10 @@ def norm_kept(size: Sizes, channels: int | None = None, tokens: int | None = Non
     return tokens * (channels * (size.precise + size.compute) + rows * size.precise)
 
 
-def attention_kept(model: ModelConfig, size: Sizes, mask: int) -> int:
-    """Inside the attention block: its input gathered, rotated queries and keys, values, the result, its log-sum-exp.
-
-    `mask` is the elements of an explicit mask, which attention turns into numbers; 0 where there is none.
-    """
+def attention_kept(model: ModelConfig, size: Sizes) -> int:
+    """Inside the attention block: its input gathered, rotated queries and keys, values, the result, its log-sum-exp."""
     c, tokens = size.compute, size.tokens
-    # No fused kernel takes a mask and grouped heads: keys and values are then repeated for every query head.
-    key_value = size.query if mask else size.key_value
-    kept = c * (tokens * (2 * size.query + 2 * key_value) + mask) + size.precise * tokens * size.heads
+    kept = c * tokens * (2 * size.query + 2 * size.key_value) + size.precise * tokens * size.heads
     if model.qk_norm:
         for channels in (size.query, size.key_value):
             kept += norm_kept(size, channels, tokens, channels // size.head_dim)
@@ -138,7 +133,7 @@ def layer_activations(config: Config, layout: Layout, layer: int) -> LayerActiva
     """What a decoder layer keeps under the config's recompute mode."""
     model, size, mode = config.model, sizes(config, layout), config.parallelism.recompute
     mixture = model.has_experts(layer)
-    attention = attention_kept(model, size, mask_elements(config))
+    attention = attention_kept(model, size)
     feed_forward = mixture_kept(config, layout, size) if mixture else feed_forward_kept(size)
     dropout = 2 * size.stream if model.dropout else 0
     # The two norms, and their results: inputs of the blocks, kept unless a gathered copy stands in for them.
@@ -162,18 +157,9 @@ def layer_activations(config: Config, layout: Layout, layer: int) -> LayerActiva
     return LayerActivations(everything, 0, temporary)
 
 
-def mask_elements(config: Config) -> int:
-    """Elements of the explicit attention mask of a microbatch; 0 where plain causal attention needs none."""
-    window, length = config.model.sliding_window, config.data.seq_len
-    if config.data.document_mask:
-        return config.data.micro_batch * length * length
-    return length * length if window is not None and window < length else 0
-
-
-def shared_kept(config: Config, size: Sizes) -> int:
-    """What all layers of a stage share for a microbatch: rotary tables and the mask."""
-    tables = 2 * size.compute * size.tokens * size.head_dim
-    return tables + mask_elements(config)
+def shared_kept(size: Sizes) -> int:
+    """What all layers of a stage share for a microbatch: rotary tables. Masks are lists of blocks (models/mask.py)."""
+    return 2 * size.compute * size.tokens * size.head_dim
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,7 @@ class _Rank:
         received = self.size.stream * (stage > 0 and not by_layer)
         sends_late = self.config.parallelism.pp_schedule != "1f1b" and self.pipeline
         sent = self.size.stream * (sends_late and stage != self.last_stage)
-        return layers + loss + received + sent + shared_kept(self.config, self.size)
+        return layers + loss + received + sent + shared_kept(self.size)
 
     def _pending(self, stage: int) -> int:
         """Between the halves of a split backward pass: gradients that the weights' half starts from."""

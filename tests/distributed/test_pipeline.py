@@ -48,6 +48,11 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (4, settings("1f1b", 2, 1, 4, tp=2)),
     (4, settings("interleaved_1f1b", 2, 2, 4, tp=2, sequence_parallel=True, loss_parallel=True)),
     (4, settings("zbv_zero_bubble", 2, 2, 4, tp=2, sequence_parallel=True, loss_parallel=True)),
+    # several sequences in a microbatch: what sequence parallelism hands on is then no longer contiguous
+    *[
+        (4, settings(name, 2, 2, 4, tp=2, sequence_parallel=True, data={"micro_batch": 3, "global_batch": 12}))
+        for name in ("interleaved_1f1b", "zbv_zero_bubble")
+    ],
     (8, settings("1f1b", 2, 1, 4, dp=2, tp=2, zero=3, sequence_parallel=True, loss_parallel=True)),
     (8, settings("interleaved_1f1b", 2, 2, 4, dp=2, tp=2, zero=2, sequence_parallel=True, recompute="full")),
     (2, settings("1f1b", 2, 1, 4, model={"tie_word_embeddings": True})),

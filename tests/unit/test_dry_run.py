@@ -26,6 +26,8 @@ CASES = [
     (16, f"zero=1 pp=4 {SPLIT}", ""),
     (16, f"zero=3 pp=4 {SPLIT} recompute=full", ""),
     (8, f"zero=1 pp=4 {SPLIT} pp_schedule=gpipe", ""),
+    (1, "", "model.sliding_window=256"),
+    (2, "zero=3", "data.document_mask=true"),
 ]
 FAIR = [
     (8, f"zero=1 pp=2 {SPLIT} pp_schedule=interleaved_1f1b virtual_stages=2", ""),
