@@ -60,7 +60,9 @@ class Partial:
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> None:
         self.query = query
         self.kernel = kernel_for(query)
-        self.out = query.new_zeros(query.shape, dtype=_precise(query.dtype))
+        batch, heads, length, size = query.shape
+        # Heads of a token side by side in memory, so that the output projection takes them as they lie.
+        self.out = query.new_zeros((batch, length, heads, size), dtype=_precise(query.dtype)).transpose(1, 2)
         self.lse = query.new_full(query.shape[:-1], float("-inf"), dtype=self.out.dtype)
         for block, out, lse in self._blocks(key, value, mask.squares):
             of_queries(self.out, block).copy_(out)
