@@ -15,6 +15,7 @@ from parallel.config import Config, PipelineSchedule
 from parallel.plan.validate import Severity, validate
 from tests.distributed.cases import Trace, make_config, merged, reference, train, worst_error
 from tests.distributed.pool import Pool
+from tests.distributed.thinned import thinned
 
 MASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "causal": ({}, {"document_mask": False}),
@@ -63,7 +64,7 @@ SOME: list[tuple[int, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("world", "mask", "chosen"), SOME, ids=str)
+@pytest.mark.parametrize(("world", "mask", "chosen"), thinned(SOME), ids=str)
 def test_compiled_layers_are_the_same_run(pool: Pool, world: int, mask: str, chosen: dict[str, Any]) -> None:
     check(pool, world, compiled(mask, **chosen))
 

@@ -16,7 +16,7 @@ from tests.small import config
 CELLS = [(grid, row, column, [one, other]) for grid in GRIDS for row, column, one, other in cells(grid)]
 
 
-@pytest.mark.parametrize(("grid", "row", "column", "changes"), thinned(CELLS, 20))
+@pytest.mark.parametrize(("grid", "row", "column", "changes"), thinned(CELLS, 40))
 def test_a_cell_is_what_it_says(pool: Pool, grid: str, row: str, column: str, changes: list[dict[str, Any]]) -> None:
     made, world, problems = cell(config(*COMPOSITION), *changes)
     if problems:
