@@ -25,7 +25,7 @@ from tests.distributed.test_pipeline import settings
 from tests.unit.test_timeline import ALL
 
 UNIT_S = 0.03
-STEPS = 3
+STEPS = 6
 
 
 def recorded(config: Config) -> list[list[tuple[Action, float, float]]]:
