@@ -116,17 +116,15 @@ class MoEConfig:
     def check(self, layers: int) -> None:
         """Raise ConfigError where the numbers do not fit together in a decoder of so many layers."""
         experts, chosen = self.num_experts, self.num_experts_per_tok
-        idle = [
-            f"model.moe.{key.name}={getattr(self, key.name)}"
-            for key in fields(self)
-            if experts == 0 and getattr(self, key.name) != getattr(MoEConfig(), key.name)
-        ]
-        if idle:
-            raise ConfigError(
-                f"{', '.join(idle)}: model.moe.num_experts=0 is a dense model, and no other key of model.moe does "
-                "anything there. Write model.moe.num_experts=8 or so, or leave them out."
-            )
         if experts == 0:
+            usual = MoEConfig()
+            changed = [key.name for key in fields(self) if getattr(self, key.name) != getattr(usual, key.name)]
+            if changed:
+                raise ConfigError(
+                    f"{', '.join(f'model.moe.{key}={getattr(self, key)}' for key in changed)}: model.moe.num_experts=0 "
+                    "is a dense model, and no other key of model.moe does anything there. Write "
+                    "model.moe.num_experts=8 or so, or leave them out."
+                )
             return
         if experts < 2 or self.intermediate_size < 1 or self.shared_intermediate_size < 0:
             raise ConfigError(

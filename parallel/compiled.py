@@ -1,11 +1,15 @@
 """torch.compile of each decoder layer: what stands between products of matrices becomes a few kernels.
 
 A layer at a time, so that one compilation serves them all and the hooks that gather and reduce parameters stay outside.
-Left out of the graph, and run as ever: collectives, attention other than plain causal, mixtures of experts, dropout.
-Shapes are fixed; another shape (a validation batch) is compiled besides.
+Left out of the graph, and run as ever: collectives, attention other than plain causal, mixtures of experts, dropout,
+and generation as a whole. Shapes are fixed; another shape (a validation batch) is compiled besides.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from models.decoder import Decoder, DecoderLayer
 from models.dropout import Dropout
@@ -33,7 +37,19 @@ def compile_layers(decoder: Decoder, device: torch.device, plain: bool) -> None:
         if not plain:
             layer.self_attn.attend = torch.compiler.disable(layer.self_attn.attend)
         # The instance's forward, not a wrapper module: names of parameters stay what they are.
-        layer.forward = torch.compile(layer.forward, dynamic=False)  # type: ignore[method-assign]
+        layer.forward = _compiled(layer.forward)  # type: ignore[method-assign]
+
+
+def _compiled(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A layer's forward, compiled but for generation, where every token makes keys and values of another length."""
+    compiled = torch.compile(forward, dynamic=False)
+
+    def either(
+        x: Tensor, rotary: Any, mask: Any, dropout_key: Any = None, cache: Any = None, routing: Any = None
+    ) -> Tensor:
+        return (compiled if cache is None else forward)(x, rotary, mask, dropout_key, cache, routing)
+
+    return either
 
 
 def _need_compiler() -> None:

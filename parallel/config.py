@@ -333,7 +333,7 @@ class TrainerConfig:
     log_interval: int
     """Steps between fetching metrics from the device, writing and showing them."""
     compile: bool = False
-    """Layers by torch.compile (parallel/compiled.py): the same numbers, sooner, after a first step of minutes."""
+    """Layers by torch.compile (parallel/compiled.py), in the first step of each shape."""
 
 
 @dataclass(frozen=True)

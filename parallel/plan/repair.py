@@ -20,7 +20,7 @@ VALUES_PER_KEY = 2
 BUDGET = 80
 """Configs looked at for one fault."""
 MEMORY_COST = 6
-"""As many looks is one worth at a config that is asked for its memory."""
+"""How many looks count for one at a config that is asked for its memory."""
 
 
 def changed(config: Config, changes: Changes) -> Config:

@@ -11,11 +11,14 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from models.generate import generate
+from parallel.compiled import compile_layers
 from parallel.config import Config, PipelineSchedule
 from parallel.plan.validate import Severity, validate
 from tests.distributed.cases import Trace, make_config, merged, reference, train, worst_error
 from tests.distributed.pool import Pool
 from tests.distributed.thinned import thinned
+from tests.small import SMALL, random_decoder, random_tokens
 
 MASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "causal": ({}, {"document_mask": False}),
@@ -84,6 +87,17 @@ def test_every_mask_schedule_and_recompute_mode_is_the_same_run(
         chosen |= {"pp": 2, "pp_schedule": PipelineSchedule[name]}
     world = (2 if name else 1) * (2 if split else 1)
     check(pool, world, compiled(mask, **chosen))
+
+
+def test_given_compiled_layers_when_text_is_generated_then_no_length_of_it_is_compiled() -> None:
+    plain, layered = random_decoder(SMALL), random_decoder(SMALL)
+    prompt = random_tokens(SMALL, 1, 4)
+    expected = [int(token) for token in generate(plain, prompt, 50)]
+    torch._dynamo.reset()
+    counters.clear()
+    compile_layers(layered, torch.device("cpu"), plain=True)
+    assert [int(token) for token in generate(layered, prompt, 50)] == expected
+    assert counters["stats"]["unique_graphs"] == 0
 
 
 @pytest.mark.parametrize("schedule", SPLIT, ids=str)

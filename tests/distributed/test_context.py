@@ -198,8 +198,8 @@ def test_what_cannot_be_is_refused_by_name(name: str) -> None:
 
 
 def test_tokens_that_fill_sequences_up_are_counted() -> None:
-    (problem,) = [p for p in validate(make_config(cp=3, data={"seq_len": 16}), 3) if p.rule == "cp-padding"]
-    assert problem.severity == Severity.warning
+    problem, decoding = validate(make_config(cp=3, data={"seq_len": 16}), 3)
+    assert (problem.severity, decoding.rule) == (Severity.warning, "cp-decoding")
     for part in ("data.seq_len=16", "filled up to 18", "16 of 144 a step (11.1%)"):
         assert part in problem.message
 

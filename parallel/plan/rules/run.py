@@ -282,8 +282,8 @@ def compiled_notes(config: Config) -> Iterator[Fault]:
     if config.trainer.compile:
         yield Fault(
             "compile-memory",
-            "trainer.compile=true: the plan's activations are those of layers that are not compiled; compiled ones "
-            "keep as many or fewer. The first step of each shape takes minutes.",
+            "trainer.compile=true: the plan's activations are those of layers that are not compiled, and what compiled "
+            "ones keep was not measured.",
         )
 
 
