@@ -75,7 +75,8 @@ class Watch:
         """A sign of life: what comes now, in which optimizer step (from 1), and how long it may take; 0 is for ever."""
         self._phase, self._step, self._limit_s = phase, step, limit_s
         self._last = time.monotonic()
-        if self._last - self._armed > 1.0:
+        looking = self._thread.is_alive() and not self._stop.is_set()  # else nobody would disarm what ends the process
+        if looking and self._last - self._armed > 1.0:
             self._arm()
 
     @property

@@ -1,6 +1,7 @@
 """Experts over ranks: every layout is the same run, dropped tokens, balancing losses and biases included."""
 
 import gc
+import time
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -262,12 +263,20 @@ def test_an_exchange_in_two_hops_is_the_same_run(pool: Pool, nodes: int, setting
 def live_bytes(config: Config, steps: int) -> list[tuple[int, int]]:
     """Bytes of all tensors alive when a forward pass ends (the most there is) and after it, in steps 3 and last."""
 
-    def alive() -> int:
+    def counted() -> int:
         gc.collect()
         real = (torch.Tensor, torch.nn.Parameter, DTensor)  # not the fake ones that compiling leaves
         tensors = [x for x in gc.get_objects() if type(x) in real and x.device.type == "cpu"]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in map(local, tensors)}
         return sum(storages.values())
+
+    def alive() -> int:
+        # gloo's threads let go of a collective's tensors a moment after it has ended, later on a busy machine.
+        found = []
+        for _ in range(3):
+            time.sleep(0.05)
+            found.append(counted())
+        return min(found)
 
     model, batches = build(config)
     batch, found, during = batches[0], [], []
