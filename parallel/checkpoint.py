@@ -5,7 +5,7 @@ then marked COMPLETE. Nothing in it is ever executed: it is read with weights_on
 
     *.distcp, .metadata    weights, optimizer state by parameter name, random number generators by rank
     state.pt               progress of the loop, schedules, data and callbacks
-    run.json               for people and tools: step, config, layout, versions, metrics
+    run.json               for people and tools: step, config, recipe lock, layout, versions, metrics
 """
 
 import json

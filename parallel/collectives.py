@@ -110,7 +110,8 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, sequence: bool) -> Tensor:
         ctx.group, ctx.sequence = group, sequence
-        return all_gather(x, 1, group) if sequence else x.view_as(x)
+        # Contiguous, or else each product that follows would copy it, and keep its copy.
+        return all_gather(x, 1, group).contiguous() if sequence else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -126,7 +127,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return (all_gather(grads[0], 1, ctx.group) if ctx.sequence else grads[0]), None, None
+        return (all_gather(grads[0], 1, ctx.group).contiguous() if ctx.sequence else grads[0]), None, None
 
 
 @torch.compiler.disable

@@ -19,6 +19,7 @@ from parallel.plan.traffic import traffic
 from recipes import schema
 from recipes.command import CONF
 from recipes.composition import GRIDS, cell, cells
+from recipes.peaks import SYSTEMS, accuracy, peaks
 
 ROOT = Path(__file__).parent.parent
 SIZES = [(2, 4), (4, 8), (4, 16), (8, 16), (8, 32), (8, 64)]
@@ -101,6 +102,28 @@ def composition(grid: str) -> str:
     return "\n".join([table(["", *columns], lines), *([""] if messages else []), *messages])
 
 
+def published_peaks() -> str:
+    """Systems by errors: what the memory formulas say of runs that others have published."""
+    runs = peaks(composed("precision=bf16", "data=synthetic"))
+    rows = []
+    for name in SYSTEMS:
+        chosen = [run for run in runs if run.system == name]
+        found, sources = accuracy(chosen), dict.fromkeys(run.source for run in chosen)
+        errors = (f"{found.median:+.1%}", f"{found.median_size:.1%}", f"{found.ninth_tenth:.1%}")
+        failed = f"{found.seen} of {found.failed}" if found.failed else ""
+        rows.append([f"`{name}`", "; ".join(sources), str(found.runs), *errors, failed])
+    header = [
+        "system",
+        "source",
+        "runs",
+        "median error",
+        "median size of it",
+        "90 % are below",
+        "out of memory, foreseen",
+    ]
+    return table(header, rows)
+
+
 def composed(*overrides: str) -> Config:
     """The config of a command line."""
     OmegaConf.register_new_resolver("run_id", lambda: "docs", replace=True)
@@ -119,6 +142,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "bubbles": bubbles,
     "live_activations": live_activations,
     "context_bytes": context_bytes,
+    "published_peaks": published_peaks,
     **{f"composition_{grid}": partial(composition, grid) for grid in GRIDS},
 }
 

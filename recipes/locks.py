@@ -42,14 +42,8 @@ def compose_recipe(name: str, *overrides: str) -> Config:
 
 def lock_of(name: str, measured: dict[str, Any]) -> dict[str, Any]:
     """The lock that a recipe has now; `measured` is what its old one holds of measured numbers."""
-    from recipes.plain import plain
-
     config = compose_recipe(name)
-    data = replace(config.data, cache_dir="")
-    tree = plain(replace(config, run=RunConfig("", "", ""), ckpt="", data=data))
-    for key in ("environment", "slurm", "watch"):  # how a run is started is not what it is
-        del tree["cluster"][key]
-    flat = dict(_flat(tree, ""))
+    flat = _settings(config)
     pins = tomllib.loads((CONF.parent / "pyproject.toml").read_text())["project"]["dependencies"]
     versions = dict(pin.split("==") for pin in pins)
     return {
@@ -68,6 +62,31 @@ def lock_of(name: str, measured: dict[str, Any]) -> dict[str, Any]:
         },
         "measured": measured,
     }
+
+
+def under_lock(config: Config) -> dict[str, Any] | None:
+    """For a run's checkpoints: the hash in its recipe's lock, and the keys in which the run is not what it locks.
+
+    None where the recipe has no lock.
+    """
+    if config.recipe.name not in recipes() or not (FOLDER / f"{config.recipe.name}.lock").exists():
+        return None
+    lock, settings = read_lock(config.recipe.name), _settings(config)
+    # Through JSON as the lock has been: there a tuple is a list.
+    now, locked = json.loads(json.dumps(settings)), lock["config"]
+    changed = sorted(key for key in now.keys() | locked.keys() if now.get(key) != locked.get(key))
+    return {"recipe": config.recipe.name, "config_sha256": lock["config_sha256"], "changed": changed}
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """What a run is, key by key; not how or where it is started."""
+    from recipes.plain import plain
+
+    data = replace(config.data, cache_dir="")
+    tree = plain(replace(config, run=RunConfig("", "", ""), ckpt="", data=data))
+    for key in ("environment", "slurm", "watch"):
+        del tree["cluster"][key]
+    return dict(_flat(tree, ""))
 
 
 def _flat(node: Any, path: str) -> Iterator[tuple[str, Any]]:

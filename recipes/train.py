@@ -128,6 +128,7 @@ def fit(
     from parallel.strategy import QuintetStrategy, RanksEnvironment
     from recipes.data.module import Data
     from recipes.environment import environment
+    from recipes.locks import under_lock
     from recipes.metrics import Metrics, MetricsFile
     from recipes.module import LanguageModel
     from recipes.plain import plain
@@ -152,7 +153,7 @@ def fit(
     file = MetricsFile(run.path / "metrics.jsonl") if run.writes else None
     metrics = Metrics(config, file, device, layout)
     callbacks = make_callbacks(config, layout, ranks, data, metrics, run, told, watch)
-    about = {"config": plain(config), "environment": environment()}
+    about = {"config": plain(config), "recipe_lock": under_lock(config), "environment": environment()}
 
     strategy = QuintetStrategy(config, layout, ranks, lambda: about | data.state_dict())
     resume = checkpoint_to_resume(config, run)

@@ -40,7 +40,6 @@ class Sizes:
     precise: int
     gathers: bool
     """Whether a block's input is gathered from pieces of the sequence."""
-    sequences: int
 
     @property
     def stream(self) -> int:
@@ -72,7 +71,6 @@ def sizes(config: Config, layout: Layout) -> Sizes:
         compute=compute,
         precise=max(compute, 4),
         gathers=sequence,
-        sequences=data.micro_batch,
     )
 
 
@@ -91,14 +89,13 @@ def attention_kept(model: ModelConfig, size: Sizes) -> int:
         for channels in (size.query, size.key_value):
             kept += norm_kept(size, channels, tokens, channels // size.head_dim)
     if size.gathers:
-        kept += size.whole_stream * (1 if size.sequences == 1 else 3)  # a view that each projection copies
+        kept += size.whole_stream
     return kept
 
 
 def feed_forward_kept(size: Sizes) -> int:
     """Inside the gated block: its input gathered, gate, activated gate, up, and their product."""
-    gathered = size.whole_stream * (1 if size.sequences == 1 else 2) if size.gathers else 0
-    return gathered + 4 * size.compute * size.tokens * size.inner
+    return (size.whole_stream if size.gathers else 0) + 4 * size.compute * size.tokens * size.inner
 
 
 def mixture_kept(config: Config, layout: Layout, size: Sizes) -> int:

@@ -78,7 +78,7 @@ def _check(pool: Pool, world: int, config: Config, steps: int = 3) -> float:
     return error
 
 
-@pytest.mark.parametrize(("world", "chosen"), thinned(CASES), ids=str)
+@pytest.mark.parametrize(("world", "chosen"), thinned(CASES, 3), ids=str)
 def test_context_parallelism_equals_one_process(pool: Pool, world: int, chosen: dict[str, Any]) -> None:
     print(f"{_check(pool, world, make_config(**chosen)):.1e}")
 

@@ -106,7 +106,7 @@ PLAIN: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("world", "layout"), thinned(PLAIN), ids=str)
+@pytest.mark.parametrize(("world", "layout"), thinned(PLAIN, 3), ids=str)
 def test_experts_over_ranks_are_the_same_run(pool: Pool, world: int, layout: dict[str, Any]) -> None:
     # What a mixture may have goes round with the case, so that each option meets several layouts.
     index = PLAIN.index((world, layout))
@@ -141,7 +141,7 @@ BALANCES = [
 ]
 
 
-@pytest.mark.parametrize(("world", "layout", "data", "scope", "recompute"), thinned(BALANCES, 4), ids=str)
+@pytest.mark.parametrize(("world", "layout", "data", "scope", "recompute"), thinned(BALANCES, 6), ids=str)
 def test_balancing_is_the_same_for_every_layout_microbatch_count_and_recomputation(
     pool: Pool, world: int, layout: dict[str, Any], data: dict[str, Any], scope: BalanceScope, recompute: str
 ) -> None:

@@ -136,6 +136,7 @@ def test_torchrun_ranks_are_joined(tmp_path: Path) -> None:
     assert len(list(run.glob("checkpoints/step-*/__*.distcp"))) == 2
 
 
+@pytest.mark.long  # stages of a pipeline end by the same way, below
 def test_a_killed_rank_ends_all_within_ten_seconds_and_is_named(tmp_path: Path) -> None:
     process = start(*FOUR, "trainer.max_steps=100000", "trainer.log_interval=1", root=tmp_path)
     ranks = wait_until_training(process, tmp_path, 4)
@@ -149,6 +150,7 @@ def test_a_killed_rank_ends_all_within_ten_seconds_and_is_named(tmp_path: Path) 
     assert "rank 2" in (run / "FAILED").read_text()
 
 
+@pytest.mark.long  # stages of a pipeline end by the same way, below
 def test_an_exception_on_one_rank_is_the_last_thing_said(tmp_path: Path) -> None:
     # Planted from outside: Python runs sitecustomize at start-up, and the hook raises on rank 1 alone.
     (tmp_path / "sitecustomize.py").write_text(
@@ -178,6 +180,8 @@ def test_a_killed_stage_ends_all_within_ten_seconds_and_is_named(tmp_path: Path)
     assert process.returncode == 1
     assert output.rstrip().endswith("rank 3 was ended by signal SIGKILL.")
     assert alive(ranks) == []
+    [run] = runs(tmp_path)
+    assert "rank 3" in (run / "FAILED").read_text()
 
 
 def test_an_exception_in_a_stage_ends_all_within_ten_seconds_and_is_the_last_thing_said(tmp_path: Path) -> None:

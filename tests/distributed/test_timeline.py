@@ -22,6 +22,7 @@ from parallel.step import forward_backward
 from tests.distributed.cases import build, make_config
 from tests.distributed.pool import Pool
 from tests.distributed.test_pipeline import settings
+from tests.distributed.thinned import thinned
 from tests.unit.test_timeline import ALL
 
 UNIT_S = 0.03
@@ -53,7 +54,7 @@ def recorded(config: Config) -> list[list[tuple[Action, float, float]]]:
     return steps[1:]  # in the first step connections are opened
 
 
-@pytest.mark.parametrize(("schedule", "virtual"), ALL)
+@pytest.mark.parametrize(("schedule", "virtual"), thinned(ALL, 3))
 def test_ranks_keep_the_order_and_wait_for_nothing_that_is_there(pool: Pool, schedule: str, virtual: int) -> None:
     config = make_config(**settings(schedule, 4, virtual, 8))
     ranks = pool.run(4, "tests.distributed.test_timeline:recorded", config)

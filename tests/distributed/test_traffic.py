@@ -110,7 +110,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("world", "case"), CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("world", "case"), thinned(CASES), ids=str)
 def test_bytes_on_the_wire_equal_the_formula(pool: Pool, world: int, case: dict[str, Any]) -> None:
     config = make_config(**case)
     layout = resolve(config.parallelism, world)
@@ -139,7 +139,7 @@ CONTEXT: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("world", "settings"), thinned(CONTEXT), ids=lambda value: str(value))
+@pytest.mark.parametrize(("world", "settings"), thinned(CONTEXT, 3), ids=str)
 def test_every_context_rank_sends_what_the_formula_says(pool: Pool, world: int, settings: dict[str, Any]) -> None:
     config = make_config(**settings)
     layout = resolve(config.parallelism, world)
@@ -193,7 +193,7 @@ MIXTURES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("world", "moe", "settings"), thinned(MIXTURES), ids=str)
+@pytest.mark.parametrize(("world", "moe", "settings"), thinned(MIXTURES, 3), ids=str)
 def test_bytes_of_a_mixture_equal_the_formula_for_what_was_routed(
     pool: Pool, world: int, moe: dict[str, Any], settings: dict[str, Any]
 ) -> None:

@@ -15,7 +15,7 @@ from parallel.plan.problems import Severity
 from parallel.plan.repair import changed, world_after
 from parallel.plan.rules.fit import needed
 from parallel.plan.validate import errors, validate
-from recipes.locks import all_differences, recipes
+from recipes.locks import all_differences, compose_recipe, recipes, under_lock
 from recipes.plan_dry_run import corners, run
 from tests.distributed.thinned import thinned
 from tests.recipes.commands import ROOT
@@ -82,6 +82,18 @@ def test_given_a_recipe_that_changed_when_compared_with_its_lock_then_the_key_is
     (tmp_path / "tiny.lock").write_text(json.dumps(lock))
     monkeypatch.setattr(locks, "FOLDER", tmp_path)
     assert locks.differences("tiny") == ["tiny: config.optimizer.lr is 0.003, locked 1.0"]
+
+
+def test_given_a_run_of_a_recipe_when_asked_for_its_lock_then_what_was_overridden_is_named() -> None:
+    locked = under_lock(compose_recipe("tiny"))
+    assert locked is not None
+    assert locked["changed"] == []
+    other = under_lock(compose_recipe("tiny", "optimizer.lr=0.1", "cluster.watch.step_limit_s=5", "optimizer=sgd"))
+    assert other is not None
+    assert other["config_sha256"] == locked["config_sha256"]
+    assert {"optimizer.lr", "optimizer.name"} < set(other["changed"])
+    assert not any(key.startswith("cluster.") for key in other["changed"])
+    assert under_lock(compose_recipe("tiny", "recipe.name=own")) is None
 
 
 def test_given_a_cluster_when_planned_then_the_answer_needs_no_torch_and_leaves_a_page(tmp_path: Path) -> None:
