@@ -143,6 +143,7 @@ class ClusterConfig:
 class TokenizerKind(StrEnum):
     byte = "byte"
     bpe = "bpe"
+    file = "file"
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,11 @@ class TokenizerConfig:
     kind: TokenizerKind = TokenizerKind.byte
     vocab_size: int | None = None
     """`bpe`: how many tokens to learn from the training split."""
+    path: str | None = None
+    """`file`: a tokenizer.json, or the folder of a published model, which has one."""
+    document_mark: str | None = None
+    """`file`: the token that begins every document; null takes what tokenizer_config.json has for the beginning of a
+    text, or else for its end."""
 
 
 @dataclass(frozen=True)

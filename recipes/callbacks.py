@@ -100,7 +100,7 @@ class SampleText(Callback):
             if trainer.is_global_zero:
                 log.info("no sample: the model is split over ranks; use python -m recipes.generate on this run")
             return
-        tokens = torch.tensor(self.tokenizer.encode([self.prompt])[0].astype("int64"), device=pl_module.device)
+        tokens = torch.tensor(self.tokenizer.open([self.prompt])[0].astype("int64"), device=pl_module.device)
         room = pl_module.config.model.max_position_embeddings - len(tokens)
         new = generate(
             pl_module.decoder, tokens.unsqueeze(0), min(self.max_new_tokens, room), temperature=self.temperature

@@ -93,16 +93,17 @@ def new_folder(name: str) -> Path:
 
 def write_tokenizer(tokenizer: Path, folder: Path, longest: int) -> None:
     """tokenizer.json with the description that transformers wants beside it."""
-    from recipes.data.tokenizer import DOCUMENT_MARK
+    from recipes.data.tokenizer import DESCRIPTION, load_tokenizer
 
+    ours = load_tokenizer(tokenizer)
     shutil.copyfile(tokenizer, folder / "tokenizer.json")
     described = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": DOCUMENT_MARK,
-        "eos_token": DOCUMENT_MARK,
+        "bos_token": ours.mark,
+        "eos_token": ours.end or ours.mark,
         "model_max_length": longest,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")
+    (folder / DESCRIPTION).write_text(json.dumps(described, indent=2) + "\n")
 
 
 if __name__ == "__main__":

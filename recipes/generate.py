@@ -40,11 +40,12 @@ def generate(composed: DictConfig) -> None:
 
     from models.generate import generate as continuation
     from recipes.data.tokenizer import load_tokenizer
-    from recipes.trained import load_trained, tokenizer_path
+    from recipes.resume import tokenizer_of
+    from recipes.trained import load_trained
 
     trained = load_trained(settings.run)
-    tokenizer = load_tokenizer(tokenizer_path(trained))
-    prompt = torch.from_numpy(tokenizer.encode([settings.prompt])[0].astype("int64")).to(trained.device)
+    tokenizer = load_tokenizer(tokenizer_of(trained.checkpoint))
+    prompt = torch.from_numpy(tokenizer.open([settings.prompt])[0].astype("int64")).to(trained.device)
     tokens, shown = prompt[1:].tolist(), 0
     for token in continuation(
         trained.decoder,
@@ -55,7 +56,7 @@ def generate(composed: DictConfig) -> None:
         settings.top_p,
         settings.seed,
     ):
-        if int(token) == tokenizer.document_mark:
+        if int(token) in tokenizer.stops:
             break
         tokens.append(int(token))
         text = tokenizer.decode(tokens)

@@ -41,7 +41,7 @@ def import_hf(composed: DictConfig) -> None:
     from parallel.published import Published
     from parallel.retention import checkpoint_name, record
     from recipes.plain import plain
-    from recipes.resume import keep_companions
+    from recipes.resume import PUBLISHED, keep_companions
     from recipes.run_directory import RunDirectory, environment
     from recipes.schema import to_config
     from recipes.trained import load_trained
@@ -81,7 +81,10 @@ def import_hf(composed: DictConfig) -> None:
     if settings.verify:
         verify_logits(load_trained(str(out)).decoder, folder)
     print(f"{model.name}: {parameter_count(model):,} parameters in {out}")
-    print(f"python -m recipes.train --config-dir {out}/conf model=imported weights={out} data=... begins from them")
+    words = f"--config-dir {out}/conf model=imported weights={out} data=..."
+    if (folder / "tokenizer.json").is_file():
+        words += f" data.tokenizer.kind=file data.tokenizer.path={out / PUBLISHED}"
+    print(f"python -m recipes.train {words} begins from them")
 
 
 if __name__ == "__main__":

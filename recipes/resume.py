@@ -16,6 +16,7 @@ from parallel.ranks import from_first_rank
 from parallel.remote import fetch, is_remote
 from parallel.retention import find, newest_sound
 from parallel.saver import RUN
+from recipes.data.tokenizer import Tokenizer, load_tokenizer
 from recipes.run_directory import RunDirectory
 
 PUBLISHED = "published"
@@ -23,7 +24,7 @@ PUBLISHED = "published"
 log = logging.getLogger("quintet")
 
 
-def checkpoint_to_resume(config: Config, run: RunDirectory) -> Path | None:
+def checkpoint_to_resume(config: Config, run: RunDirectory, tokenizer: Tokenizer | None) -> Path | None:
     """What `ckpt` means: the newest sound checkpoint of the run directory, a path, or nothing; all ranks call it.
 
     A path says where a new run begins; a run that has checkpoints of its own goes on from those.
@@ -37,6 +38,8 @@ def checkpoint_to_resume(config: Config, run: RunDirectory) -> Path | None:
             f"ckpt={config.ckpt} holds weights only, no optimizer and no step. Write weights={config.ckpt}."
         )
     if own is None or named == own:
+        if run.writes and own is None:
+            check_tokenizer(f"ckpt={config.ckpt}", named, tokenizer)
         return named
     if run.checkpoints.resolve() in named.resolve().parents:
         raise ConfigError(
@@ -48,7 +51,7 @@ def checkpoint_to_resume(config: Config, run: RunDirectory) -> Path | None:
     return own
 
 
-def starting_weights(path: str, run: RunDirectory) -> Callable[[Decoder], None]:
+def starting_weights(path: str, run: RunDirectory, tokenizer: Tokenizer | None) -> Callable[[Decoder], None]:
     """What fills a decoder, split as it is, with the weights at `path`; all ranks call it.
 
     Raises ConfigError, also later, for weights that are not there or not those of this model.
@@ -56,6 +59,7 @@ def starting_weights(path: str, run: RunDirectory) -> Callable[[Decoder], None]:
     folder = here(path, run)
     if run.writes:
         log.info("starting from the weights of %s", folder)
+        check_tokenizer(f"weights={path}", folder, tokenizer)
     if (folder / "config.json").is_file():
         published = Published(folder)
         keep_companions(folder, run)
@@ -68,6 +72,26 @@ def starting_weights(path: str, run: RunDirectory) -> Callable[[Decoder], None]:
         )
     keep_companions(checkpoint.parent.parent / PUBLISHED, run)
     return lambda decoder: load_weights(checkpoint, decoder)
+
+
+def tokenizer_of(folder: Path) -> Path:
+    """tokenizer.json of a folder of published weights, of a run directory, or of a checkpoint in one."""
+    run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    own = run / "tokenizer.json"
+    return own if own.is_file() or not (run / PUBLISHED).is_dir() else run / PUBLISHED / "tokenizer.json"
+
+
+def check_tokenizer(key: str, folder: Path, tokenizer: Tokenizer | None) -> None:
+    """Weights know the tokens of the run that begins from them. Raises ConfigError where they know others.
+
+    `key` is the setting that named the folder. Nothing is said of weights without a tokenizer, or data without text.
+    """
+    path = tokenizer_of(folder)
+    if tokenizer is not None and path.is_file() and not tokenizer.means_the_same(load_tokenizer(path)):
+        raise ConfigError(
+            f"{key}: those weights know the tokens of {path}, and the data of this run is made of others. Write "
+            f"data.tokenizer.kind=file data.tokenizer.path={path}."
+        )
 
 
 def here(path: str, run: RunDirectory) -> Path:

@@ -156,9 +156,9 @@ def fit(
     about = {"config": plain(config), "recipe_lock": under_lock(config), "environment": environment()}
 
     strategy = QuintetStrategy(config, layout, ranks, lambda: about | data.state_dict())
-    resume = checkpoint_to_resume(config, run)
+    resume = checkpoint_to_resume(config, run, data.tokenizer)
     if resume is None and config.weights is not None:
-        strategy.start = starting_weights(config.weights, run)
+        strategy.start = starting_weights(config.weights, run, data.tokenizer)
     trainer = Trainer(
         strategy=strategy,
         plugins=[RanksEnvironment(ranks)],

@@ -48,8 +48,3 @@ def load_trained(run: str) -> Trained:
     load(checkpoint, decoder, [])
     decoder.to(DTYPES[config.precision.compute])  # as training computes with them
     return Trained(config, decoder.eval(), checkpoint, device)
-
-
-def tokenizer_path(trained: Trained) -> Path:
-    """tokenizer.json of the run that a checkpoint belongs to."""
-    return trained.checkpoint.parent.parent / "tokenizer.json"

@@ -17,7 +17,7 @@ import numpy as np
 from models.errors import ConfigError
 from parallel.config import DataConfig
 from recipes.data.documents import Document, Source, open_source
-from recipes.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
+from recipes.data.tokenizer import Tokenizer, identity, load_tokenizer, make_tokenizer
 
 SPLITS = ("train", "validation")
 _FORMAT = 1  # raise when the meaning of what is stored changes
@@ -48,8 +48,7 @@ class TokenStore:
 
 def fingerprint(config: DataConfig, source: Source) -> str:
     """What prepared data depends on: the documents, the tokenizer and the split. Not on seq_len or batch sizes."""
-    tokenizer = [config.tokenizer.kind, config.tokenizer.vocab_size]
-    parts = [_FORMAT, source.description, tokenizer, config.validation_fraction]
+    parts = [_FORMAT, source.description, identity(config.tokenizer), config.validation_fraction]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 

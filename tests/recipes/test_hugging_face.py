@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from tests.recipes.commands import MICRO, MODEL, assert_same_weights, metrics, run, start, succeed, weights
+from tests.recipes.commands import MICRO, MODEL, assert_same_weights, finish, metrics, run, start, succeed, weights
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,25 @@ def test_given_an_export_when_imported_then_weights_are_equal_and_a_run_starts_f
     refused = run("train", *MICRO, f"ckpt={tmp_path}/imported", f"run.dir={tmp_path}/c", "logger=none")
     assert refused.returncode == 2
     assert f"Write weights={tmp_path}/imported" in refused.stderr
+
+
+def test_given_weights_that_know_another_tokenizer_when_trained_from_then_it_is_refused_until_theirs_is_named(
+    trained: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "text").mkdir()
+    for number in range(20):
+        (tmp_path / "text" / f"{number}.txt").write_text("some text of the user's own, again and again\n" * 20)
+    text = ["data=files", f"data.paths=[{tmp_path}/text/*.txt]", f"data.cache_dir={tmp_path}/cache"]
+    began = [*MODEL, *text, "data.validation_fraction=0.3", f"weights={trained}/hf", "logger=none", "callbacks=none"]
+    other = [*began, "data.tokenizer.kind=bpe", "data.tokenizer.vocab_size=260", f"run.dir={tmp_path}/other"]
+    theirs = [*began, "data.tokenizer.kind=file", f"data.tokenizer.path={trained}/hf", f"run.dir={tmp_path}/theirs"]
+    refused, accepted = start("train", *other), start("train", *theirs)
+    succeed(accepted)
+    done = finish(refused)
+    assert done.returncode == 2
+    assert f"Write data.tokenizer.kind=file data.tokenizer.path={trained}/hf/tokenizer.json." in done.stderr
+    done = run("generate", f"run={tmp_path}/theirs", "prompt=some", "max_new_tokens=3")
+    assert done.returncode == 0, done.stderr
 
 
 def test_given_adapters_when_trained_on_two_ranks_then_they_are_exported_alone_or_merged(

@@ -76,6 +76,8 @@ REFUSED = [
     ("data.vocab_size=261", "model.vocab_size=260 is smaller than the 261 tokens of data.vocab_size=261.*=261"),
     ("data=stdlib model.vocab_size=256", "model.vocab_size=256 is smaller than the 257 tokens of data.tokenizer.kind"),
     ("data=stdlib experiment=bpe model.vocab_size=2047", "smaller than the 2048 tokens"),
+    ("data=stdlib data.tokenizer.kind=file", "kind=file reads data.tokenizer.path, which is not set"),
+    ("data=stdlib data.tokenizer.path=x", "data.tokenizer.path=x is for data.tokenizer.kind=file; the kind is byte"),
     ("data=stdlib data.tokenizer.kind=bpe", "data.tokenizer.vocab_size=None: bpe starts from 256"),
     ("data.validation_fraction=0", "data.validation_fraction=0.0 must lie between"),
     ("data.validation_fraction=nan", "data.validation_fraction=nan"),

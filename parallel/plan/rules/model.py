@@ -148,6 +148,8 @@ def tokens_needed(config: Config) -> tuple[int, str]:
         return config.data.vocab_size, f"data.vocab_size={config.data.vocab_size}"
     if config.data.tokenizer.kind == TokenizerKind.byte:
         return 257, "data.tokenizer.kind=byte (256 bytes and the document mark)"
+    if config.data.tokenizer.kind == TokenizerKind.file:  # the run looks into it
+        return config.model.vocab_size, f"data.tokenizer.path={config.data.tokenizer.path}"
     size = config.data.tokenizer.vocab_size or 0
     return size, f"data.tokenizer.vocab_size={size}"
 

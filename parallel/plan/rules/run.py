@@ -54,6 +54,21 @@ def data(config: Config) -> Iterator[Fault]:
             "mark, so it needs 257 or more.",
             {"data.tokenizer.vocab_size": [257, min(max(config.model.vocab_size, 257), 2048)]},
         )
+    tokenizer, from_file = source.tokenizer, source.tokenizer.kind == TokenizerKind.file
+    if from_file and not tokenizer.path:
+        yield Fault(
+            "tokenizer-path",
+            "data.tokenizer.kind=file reads data.tokenizer.path, which is not set: write the tokenizer.json, or the "
+            "folder of a published model that has one.",
+        )
+    for key in ("path", "document_mark"):
+        if not from_file and getattr(tokenizer, key) is not None:
+            yield Fault(
+                "tokenizer-file",
+                f"data.tokenizer.{key}={getattr(tokenizer, key)} is for data.tokenizer.kind=file; the kind is "
+                f"{tokenizer.kind}.",
+                {f"data.tokenizer.{key}": [None]},
+            )
     if isinstance(source, FilesData) and not source.paths:
         yield Fault("data-paths", "data=files reads data.paths, which is empty: write the files or globs to read.")
     if isinstance(source, HubData) and not source.dataset:
