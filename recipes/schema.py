@@ -78,15 +78,20 @@ def _mutable_type(annotation: Any) -> Any:
 
 
 def register(extra: type | None = None) -> None:
-    """Put every schema into Hydra's ConfigStore. Called once by a command before it composes.
+    """Put every schema into Hydra's ConfigStore, before a command composes.
 
     `extra` is a dataclass of what a command takes beside the config of a run: its fields stand at the top.
     """
-    store = ConfigStore.instance()
     root = mutable(groups.Config)
     if extra is not None:
         root = dataclasses.make_dataclass(extra.__name__, [], bases=(extra, root))
-    store.store(name="schema", node=root)
+    ConfigStore.instance().store(name="schema", node=root)
+    _register_groups()
+
+
+@cache
+def _register_groups() -> None:
+    store = ConfigStore.instance()
     for group, schemas in SCHEMAS.items():
         for name, schema in schemas.items():
             store.store(group=group, name=name, node=mutable(schema))

@@ -220,7 +220,9 @@ def test_matrix(pool: Pool, case: tuple[Any, ...]) -> None:
     world, ep, etp, tp, sp, cp, pp, zero, factor = case
     layout = {"ep": ep, "etp": etp, "tp": tp, "cp": cp, "pp": pp, "zero": zero} | (SP if sp else {})
     moe = BALANCED | {"bias_update_rate": 0.02, "capacity_factor": factor}
-    check(pool, world, config_of(moe, data={"global_batch": 16, "micro_batch": 1}, **layout))
+    data_ranks = world // (tp * cp * pp)
+    data = {"global_batch": max(2 * data_ranks, 4), "micro_batch": 1}
+    check(pool, world, config_of(moe, data=data, **layout))
 
 
 def test_single_precision_agrees_to_1e_5_and_bfloat16_follows(pool: Pool) -> None:

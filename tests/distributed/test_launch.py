@@ -29,6 +29,7 @@ SMALL = [
     "callbacks=none",
 ]
 FOUR = ["parallelism.tp=2", "parallelism.dp_shard=2", "parallelism.zero=3"]
+TWO = ["parallelism.dp_shard=2", "parallelism.zero=3"]
 
 
 def start(*arguments: str, root: Path, module: str = "recipes.train", **environment: str) -> subprocess.Popen[str]:
@@ -169,23 +170,23 @@ def test_an_exception_on_one_rank_is_the_last_thing_said(tmp_path: Path) -> None
     assert output.rstrip().endswith("RuntimeError: planted on rank 1")
 
 
-PIPELINE = ["parallelism.pp=2", "parallelism.tp=2", "model.num_hidden_layers=2", "data.micro_batch=1"]
+PIPELINE = ["parallelism.pp=2", "model.num_hidden_layers=2", "data.micro_batch=1"]
 
 
 def test_a_killed_stage_ends_all_within_ten_seconds_and_is_named(tmp_path: Path) -> None:
     process = start(*PIPELINE, "trainer.max_steps=100000", "trainer.log_interval=1", root=tmp_path)
-    ranks = wait_until_training(process, tmp_path, 4)
-    os.kill(ranks[3], signal.SIGKILL)
+    ranks = wait_until_training(process, tmp_path, 2)
+    os.kill(ranks[1], signal.SIGKILL)
     output, _ = process.communicate(timeout=10)
     assert process.returncode == 1
-    assert output.rstrip().endswith("rank 3 was ended by signal SIGKILL.")
+    assert output.rstrip().endswith("rank 1 was ended by signal SIGKILL.")
     assert alive(ranks) == []
     [run] = runs(tmp_path)
-    assert "rank 3" in (run / "FAILED").read_text()
+    assert "rank 1" in (run / "FAILED").read_text()
 
 
 def test_an_exception_in_a_stage_ends_all_within_ten_seconds_and_is_the_last_thing_said(tmp_path: Path) -> None:
-    # Planted from outside: once the stage's class is there, rank 2's raises in the middle of its fifth step.
+    # Planted from outside: once the stage's class is there, rank 1's raises in the middle of its fifth step.
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys, threading, time\n"
         "def plant():\n"
@@ -199,7 +200,7 @@ def test_an_exception_in_a_stage_ends_all_within_ten_seconds_and_is_the_last_thi
         "            raise RuntimeError(f'planted in a stage at {calls[-1]}')\n"
         "        return original(self, *arguments, **named)\n"
         "    stage.backward_one_chunk = backward\n"
-        "if os.environ.get('RANK') == '2':\n"
+        "if os.environ.get('RANK') == '1':\n"
         "    threading.Thread(target=plant, daemon=True).start()\n"
     )
     path = os.pathsep.join([str(tmp_path), os.getcwd()])
@@ -207,7 +208,7 @@ def test_an_exception_in_a_stage_ends_all_within_ten_seconds_and_is_the_last_thi
     output, _ = process.communicate(timeout=120)
     ended = time.time()
     assert process.returncode == 1
-    assert "rank 2 failed:" in output
+    assert "rank 1 failed:" in output
     said, _, planted = output.rstrip().rpartition(" at ")
     assert said.endswith("RuntimeError: planted in a stage")
     assert ended - float(planted) < 10
@@ -216,8 +217,8 @@ def test_an_exception_in_a_stage_ends_all_within_ten_seconds_and_is_the_last_thi
 
 
 def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
-    process = start(*FOUR, "trainer.max_steps=100000", "trainer.log_interval=1", root=tmp_path)
-    ranks = wait_until_training(process, tmp_path, 4)
+    process = start(*TWO, "trainer.max_steps=100000", "trainer.log_interval=1", root=tmp_path)
+    ranks = wait_until_training(process, tmp_path, 2)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=15)
     assert process.returncode == 130
@@ -270,8 +271,8 @@ def test_a_signal_before_the_first_step_ends_a_run_at_once(tmp_path: Path) -> No
 
 
 def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
-    process = start(*FOUR, "trainer.max_steps=100000", "trainer.log_interval=1", root=tmp_path)
-    ranks = wait_until_training(process, tmp_path, 4)
+    process = start(*TWO, "trainer.max_steps=100000", "trainer.log_interval=1", root=tmp_path)
+    ranks = wait_until_training(process, tmp_path, 2)
     process.kill()
     process.wait()
     deadline = time.monotonic() + 10
