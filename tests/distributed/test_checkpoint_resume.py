@@ -78,6 +78,7 @@ def test_given_a_run_that_dies_when_run_again_then_all_it_leaves_is_equal_to_the
     assert {"config", "recipe_lock", "layout", "environment"} < about.keys()
 
 
+@pytest.mark.long  # compiling takes most of a minute
 def test_given_compiled_layers_when_resumed_twice_then_names_are_those_of_plain_layers_and_bits_stay(
     pool: Pool, tmp_path: Path
 ) -> None:

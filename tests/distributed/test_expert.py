@@ -294,7 +294,7 @@ def live_bytes(config: Config, steps: int) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective:mlp"])
+@pytest.mark.parametrize("recompute", ["full", pytest.param("selective:mlp", marks=pytest.mark.long)])
 def test_memory_does_not_grow_with_steps(pool: Pool, recompute: str) -> None:
     # S-46
     config = config_of(BALANCED, ep=2, zero=3, recompute=recompute)

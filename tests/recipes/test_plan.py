@@ -51,7 +51,7 @@ def test_given_a_recipe_when_planned_then_it_is_legal_and_fits(name: str) -> Non
     assert plan.bubble < 0.2
 
 
-@pytest.mark.parametrize("name", thinned(LARGE, 3))
+@pytest.mark.parametrize("name", thinned(LARGE, 4))
 def test_given_a_large_recipe_when_a_corner_is_dry_run_at_its_world_size_then_it_fits_as_the_formulas_say(
     name: str,
 ) -> None:
