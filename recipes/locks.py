@@ -69,11 +69,10 @@ def under_lock(config: Config) -> dict[str, Any] | None:
 
     None where the recipe has no lock.
     """
-    if config.recipe.name not in recipes() or not (FOLDER / f"{config.recipe.name}.lock").exists():
+    if not (FOLDER / f"{config.recipe.name}.lock").exists():
         return None
-    lock, settings = read_lock(config.recipe.name), _settings(config)
-    # Through JSON as the lock has been: there a tuple is a list.
-    now, locked = json.loads(json.dumps(settings)), lock["config"]
+    lock, now = read_lock(config.recipe.name), _settings(config)
+    locked = lock["config"]
     changed = sorted(key for key in now.keys() | locked.keys() if now.get(key) != locked.get(key))
     return {"recipe": config.recipe.name, "config_sha256": lock["config_sha256"], "changed": changed}
 
