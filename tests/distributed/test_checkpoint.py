@@ -107,7 +107,7 @@ def _check(pool: Pool, straight: dict[bool, Continued], saved: Any, before: str,
     assert worst < 1e-9, where
 
 
-@pytest.mark.parametrize(("before", "after"), thinned(PAIRS, 3))
+@pytest.mark.parametrize(("before", "after"), thinned(PAIRS))
 def test_resuming_on_another_layout_is_the_same_run(
     pool: Pool, straight: dict[bool, Continued], saved: Any, before: str, after: str
 ) -> None:

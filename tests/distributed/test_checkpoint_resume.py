@@ -17,7 +17,6 @@ from parallel.strategy import QuintetStrategy
 from tests.distributed.cases import make_config
 from tests.distributed.pool import Pool
 from tests.distributed.resume import Outcome, run, with_run
-from tests.distributed.thinned import thinned
 
 RUN = "tests.distributed.resume:run"
 SP = {"sequence_parallel": True, "loss_parallel": True}
@@ -34,6 +33,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {"ep": 2, "zero": 1, "model": {"moe": EXPERTS}}),
     "tp2 pp2 ep2 zero2": (8, {"tp": 2, "pp": 2, "ep": 2, "zero": 2, "model": {"moe": EXPERTS}} | SP),
 }
+SECOND = {"zero1", "replicas", "pp2", "tp2 pp2 ep2 zero2"}
+"""The default suite has one of each axis."""
 
 
 def _config(layout: dict[str, Any]) -> Config:
@@ -53,7 +54,9 @@ def _equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
     assert [name for name in one if not torch.equal(one[name], two[name])] == []
 
 
-@pytest.mark.parametrize("name", thinned(LAYOUTS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in SECOND else ()) for name in LAYOUTS]
+)
 def test_given_a_run_that_dies_when_run_again_then_all_it_leaves_is_equal_to_the_bit(
     pool: Pool, tmp_path: Path, name: str
 ) -> None:
