@@ -2,29 +2,41 @@
 
 `python -m recipes.locks` says what differs, key by key, and leaves with 1 if anything does; `--write` writes the
 locks anew, on purpose. A lock holds the resolved config and its hash, pinned versions, seed, where the data comes from,
-and the numbers that are known beforehand: parameters, tokens per step, and the twin's first losses where measured.
+and the numbers that are known beforehand: parameters and tokens per step, and of recipes that run on any machine, as
+the twins of the large ones do, the first losses. `--measure` trains those for three steps and compares.
 """
 
 import argparse
 import hashlib
 import json
+import math
+import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from models.counts import parameter_count
-from models.errors import ConfigError
+from models.errors import ConfigError, RunError
 from parallel.config import Config, HubData, RunConfig
 from recipes import schema
 from recipes.command import CONF, report
 
 FOLDER = CONF / "recipe"
 PINNED = ("torch", "lightning", "hydra-core", "omegaconf", "numpy", "datasets", "tokenizers")
+FIRST_STEPS = (
+    *("data=synthetic", "precision=fp32", "cluster.device=cpu", "trainer.max_steps=3", "trainer.log_interval=1"),
+    *("trainer.val_interval=null", "logger=none", "callbacks=none"),
+)
+"""How first losses are measured: on synthetic tokens, since the default text is that of the Python at hand."""
+TOLERANCE = 1e-4
+"""Relative; processors and versions of torch sum in another order, which three steps hardly enlarge."""
 
 
 def recipes() -> list[str]:
@@ -127,11 +139,38 @@ def all_differences(names: list[str] | None = None) -> list[str]:
 
 
 def write(name: str, measured: dict[str, Any] | None = None) -> None:
-    """Write a recipe's lock anew; measured numbers stay unless others are given."""
+    """Write a recipe's lock anew. Measured numbers stay, unless others are given or the recipe has changed."""
     path = FOLDER / f"{name}.lock"
-    if measured is None:
-        measured = read_lock(name).get("measured", {}) if path.exists() else {}
-    path.write_text(json.dumps(lock_of(name, measured), indent=1) + "\n")
+    lock = lock_of(name, measured or {})
+    if measured is None and path.exists() and (old := read_lock(name)).get("config_sha256") == lock["config_sha256"]:
+        lock["measured"] = old.get("measured", {})
+    path.write_text(json.dumps(lock, indent=1) + "\n")
+
+
+def is_measured(name: str) -> bool:
+    """Whether a recipe's first losses can be had on any machine."""
+    return name.startswith("tiny")
+
+
+def first_losses(name: str) -> list[float]:
+    """Train a recipe for three steps on its own axes, as FIRST_STEPS says. Raises RunError where it does not train."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, "-m", "recipes.train", f"recipe={name}", *FIRST_STEPS, f"run.dir={folder}/run"]
+        done = subprocess.run(words, cwd=CONF.parent, capture_output=True, text=True)
+        if done.returncode:
+            raise RunError(f"{' '.join(words[1:])}:\n{done.stderr}")
+        lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def loss_differences(name: str, losses: list[float]) -> list[str]:
+    """Where the first losses are not those in the recipe's lock."""
+    locked = read_lock(name)["measured"].get("first_losses")
+    if locked is None:
+        return [f"{name}: its lock has no first losses; `python -m recipes.locks --measure --write {name}` takes them"]
+    if all(math.isclose(*pair, rel_tol=TOLERANCE) for pair in zip(losses, locked, strict=True)):
+        return []
+    return [f"{name}: the first losses are {losses}, locked {locked}, with a tolerance of {TOLERANCE:g} of each"]
 
 
 def main(words: list[str] | None = None) -> None:
@@ -139,12 +178,16 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m recipes.locks", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="recipes; all where none is named")
     parser.add_argument("--write", action="store_true", help="write the locks anew")
+    parser.add_argument("--measure", action="store_true", help="train those named tiny for three steps; minutes")
     arguments = parser.parse_args(words)
+    names = arguments.names or recipes()
     try:
-        for name in arguments.names or recipes():
+        losses = {name: first_losses(name) for name in names if arguments.measure and is_measured(name)}
+        for name in names:
             if arguments.write:
-                write(name)
+                write(name, {"first_losses": losses[name]} if name in losses else None)
         found = all_differences(arguments.names)
+        found += [line for name in losses for line in loss_differences(name, losses[name])]
     except Exception as error:
         sys.exit(report(error))
     print("\n".join(found) or "every recipe is what its lock says")

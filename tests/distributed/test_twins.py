@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes.locks import recipes
+from recipes.locks import first_losses, is_measured, loss_differences, read_lock, recipes
 from tests.distributed.cases import merged, reference, worst_error
 from tests.distributed.pool import Pool
 from tests.small import config
@@ -27,3 +27,17 @@ def test_given_a_twin_when_trained_two_steps_then_it_is_the_run_of_one_process(p
     traces = pool.run(made.recipe.devices or 1, "tests.distributed.cases:train", made, 3)
     error, where = worst_error(expected, merged(traces))
     assert error < 1e-9, where
+
+
+@pytest.mark.parametrize("name", [name for name in recipes() if is_measured(name)])
+def test_given_a_recipe_that_runs_anywhere_then_its_lock_has_its_first_losses(name: str) -> None:
+    losses = read_lock(name)["measured"]["first_losses"]
+    assert len(losses) == 3
+    assert loss_differences(name, losses) == []
+    assert loss_differences(name, [losses[0], losses[1], losses[2] * 1.001]) != []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in recipes() if is_measured(name)])
+def test_given_a_recipe_that_runs_anywhere_when_begun_then_its_losses_are_those_of_its_lock(name: str) -> None:
+    assert loss_differences(name, first_losses(name)) == []

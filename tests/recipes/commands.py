@@ -1,8 +1,16 @@
-"""The commands as a person runs them: in a process of their own, from the root of the checkout."""
+"""The commands as a person runs them: in a process of their own, from the root of the checkout.
 
+The processes are forked from a server that has imported torch and Lightning, which take longer than what is tested.
+"""
+
+import atexit
 import json
+import multiprocessing
+import os
+import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +29,74 @@ MICRO = ["data=synthetic", "data.validation_sequences=4", *MODEL]
 _TIMES = ("step_time_s", "tokens_per_s", "tflops", "mfu", "bubble")
 
 
-def start(name: str, *arguments: str) -> "subprocess.Popen[str]":
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(
+    [
+        *("lightning.pytorch", "torch._dynamo", "parallel.strategy", "recipes.module", "recipes.data.module"),
+        *("recipes.metrics", "recipes.checkpoints", "recipes.loggers", "tests.recipes.commands"),
+    ]
+)
+
+
+def _become(name: str, arguments: tuple[str, ...], environment: dict[str, str], folder: str) -> None:
+    """In a forked process: be `python -m recipes.NAME ARGUMENTS`, and end as that does."""
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(environment)
+    for descriptor, file in ((1, "out"), (2, "err")):
+        opened = os.open(Path(folder, file), os.O_WRONLY | os.O_CREAT)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    sys.argv = [f"recipes.{name}", *arguments]
+    try:
+        runpy.run_module(f"recipes.{name}", run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing leaves them out
+
+
+class Command:
+    """`python -m recipes.NAME ARGUMENTS` that runs."""
+
+    def __init__(self, name: str, *arguments: str) -> None:
+        self.args = [name, *arguments]
+        self._folder = tempfile.TemporaryDirectory()
+        task = (name, arguments, dict(os.environ), self._folder.name)
+        self._process = _FORKS.Process(target=_become, args=task)
+        self._process.start()
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+    def finish(self, timeout_s: float = 200) -> "subprocess.CompletedProcess[str]":
+        """Wait for it. Raises TimeoutExpired if it takes longer than that."""
+        self._process.join(timeout_s)
+        code = self.poll()
+        if code is None:
+            self.kill()
+            raise subprocess.TimeoutExpired(self.args, timeout_s)
+        out, err = (Path(self._folder.name, file).read_text() for file in ("out", "err"))
+        return subprocess.CompletedProcess(self.args, code, out, err)
+
+
+def start(name: str, *arguments: str) -> Command:
     """Start `python -m recipes.NAME ARGUMENTS`."""
-    return subprocess.Popen(
-        [sys.executable, "-m", f"recipes.{name}", *arguments],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: "subprocess.Popen[str]") -> "subprocess.CompletedProcess[str]":
-    """Wait for it."""
-    out, err = process.communicate(timeout=200)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    return Command(name, *arguments)
 
 
 def run(name: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """Run `python -m recipes.NAME ARGUMENTS` to its end."""
-    return finish(start(name, *arguments))
+    return start(name, *arguments).finish()
 
 
-def succeed(*processes: "subprocess.Popen[str]") -> None:
-    """Wait for processes that must end well."""
-    for process in processes:
-        done = finish(process)
+def succeed(*commands: Command) -> None:
+    """Wait for commands that must end well."""
+    for command in commands:
+        done = command.finish()
         assert done.returncode == 0, done.stderr
 
 

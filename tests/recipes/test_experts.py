@@ -71,8 +71,8 @@ def test_given_300_steps_on_text_when_balanced_then_no_expert_has_half_more_than
 ) -> None:
     overrides = ["recipe=tiny_moe", "trainer.max_steps=300", "trainer.val_interval=null", "logger=none"]
     process = start("train", *overrides, "cluster.device=cpu", f"run.dir={tmp_path}/{name}", *settings)
-    out, err = process.communicate()
-    assert process.returncode == 0, out + err
+    done = process.finish(2400)
+    assert done.returncode == 0, done.stdout + done.stderr
     found = load_at_the_end(tmp_path / name)
     print(f"{name}: the busiest expert has {found:.2f} of its share")
     assert (found < 1.5) == even

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from tests.recipes.commands import MICRO, MODEL, assert_same_weights, finish, metrics, run, start, succeed, weights
+from tests.recipes.commands import MICRO, MODEL, assert_same_weights, metrics, run, start, succeed, weights
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_given_weights_that_know_another_tokenizer_when_trained_from_then_it_is_
     theirs = [*began, "data.tokenizer.kind=file", f"data.tokenizer.path={trained}/hf", f"run.dir={tmp_path}/theirs"]
     refused, accepted = start("train", *other), start("train", *theirs)
     succeed(accepted)
-    done = finish(refused)
+    done = refused.finish()
     assert done.returncode == 2
     assert f"Write data.tokenizer.kind=file data.tokenizer.path={trained}/hf/tokenizer.json." in done.stderr
     done = run("generate", f"run={tmp_path}/theirs", "prompt=some", "max_new_tokens=3")

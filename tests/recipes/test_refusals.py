@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.commands import MICRO, MODEL, finish, run, start
+from tests.recipes.commands import MICRO, MODEL, run, start
 
 CONFIG = {
     "unknown key": (["trainer.max_step=3"], "Did you mean trainer.max_steps?"),
@@ -37,7 +37,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, "
     """Where all the bad commands were run, two at a time, and how each ended."""
     root = tmp_path_factory.mktemp("refused")
     with ThreadPoolExecutor(2) as pool:
-        ended = pool.map(lambda name: finish(start("train", *_command(name, root))), CONFIG)
+        ended = pool.map(lambda name: start("train", *_command(name, root)).finish(), CONFIG)
         return root, dict(zip(CONFIG, ended, strict=True))
 
 

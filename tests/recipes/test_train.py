@@ -2,13 +2,12 @@
 
 import json
 import shutil
-import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.recipes.commands import MICRO, assert_same_weights, finish, metrics, run, start, succeed, weights
+from tests.recipes.commands import MICRO, assert_same_weights, metrics, run, start, succeed, weights
 
 
 def test_given_the_same_command_twice_when_run_then_metrics_and_weights_are_bitwise_equal(tmp_path: Path) -> None:
@@ -66,10 +65,10 @@ def _kill_at(folder: Path, step: int, *more: str) -> None:
     process = start("train", *SIX, f"run.dir={folder}", *more)
     mark = folder / "checkpoints" / f"step-{step:08d}" / "COMPLETE"
     while not mark.exists():
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.finish()
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    finish(process)
+    process.kill()
+    process.finish()
     assert not (folder / "DONE").exists()
     assert not (folder / "checkpoints" / "step-00000006").exists(), "the process was killed too late to show anything"
 
@@ -82,7 +81,7 @@ def test_given_a_run_that_was_killed_when_run_again_then_it_goes_on_to_the_same_
         file.write('{"step": 4, "loss": 1.0}\n{"step": 5, "lo')  # what the kill may have left
     again = start("train", f"run={tmp_path}/killed", "data.workers=0")
     succeed(reference)
-    done = finish(again)
+    done = again.finish()
     assert done.returncode == 0, done.stderr
     assert "going on from" in done.stderr
     assert "step-00000003" in done.stderr
@@ -146,7 +145,7 @@ def test_given_a_run_as_ckpt_when_trained_then_it_starts_from_its_newest_checkpo
     wide = start("train", *longer, "model.hidden_size=48", f"ckpt={finished}", f"run.dir={tmp_path}/b", "logger=none")
     succeed(good)
     assert [row["step"] for row in metrics(tmp_path / "a")] == [4]
-    refused = finish(wide)
+    refused = wide.finish()
     assert refused.returncode == 2, refused.stderr
     assert "ckpt=" in refused.stderr
     assert "Traceback" not in refused.stderr
