@@ -35,7 +35,7 @@ train: $(READY)  ## train: make train ARGS='...'
 	@.venv/bin/python -m recipes.train $(ARGS)
 
 test: $(DEV_READY)  ## run the tests: make test ARGS='...'
-	@.venv/bin/python -m pytest $(ARGS)
+	@.venv/bin/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: $(DEV_READY)  ## check style and types
 	@.venv/bin/python -m ruff check

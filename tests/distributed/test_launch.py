@@ -137,6 +137,7 @@ def test_torchrun_ranks_are_joined(tmp_path: Path) -> None:
     assert len(list(run.glob("checkpoints/step-*/__*.distcp"))) == 2
 
 
+@pytest.mark.alone
 @pytest.mark.long  # stages of a pipeline end by the same way, below
 def test_a_killed_rank_ends_all_within_ten_seconds_and_is_named(tmp_path: Path) -> None:
     process = start(*FOUR, "trainer.max_steps=100000", "trainer.log_interval=1", root=tmp_path)
@@ -151,6 +152,7 @@ def test_a_killed_rank_ends_all_within_ten_seconds_and_is_named(tmp_path: Path) 
     assert "rank 2" in (run / "FAILED").read_text()
 
 
+@pytest.mark.alone
 @pytest.mark.long  # stages of a pipeline end by the same way, below
 def test_an_exception_on_one_rank_is_the_last_thing_said(tmp_path: Path) -> None:
     # Planted from outside: Python runs sitecustomize at start-up, and the hook raises on rank 1 alone.
@@ -173,6 +175,7 @@ def test_an_exception_on_one_rank_is_the_last_thing_said(tmp_path: Path) -> None
 PIPELINE = ["parallelism.pp=2", "model.num_hidden_layers=2", "data.micro_batch=1"]
 
 
+@pytest.mark.alone
 def test_a_killed_stage_ends_all_within_ten_seconds_and_is_named(tmp_path: Path) -> None:
     process = start(*PIPELINE, "trainer.max_steps=100000", "trainer.log_interval=1", root=tmp_path)
     ranks = wait_until_training(process, tmp_path, 2)
@@ -185,6 +188,7 @@ def test_a_killed_stage_ends_all_within_ten_seconds_and_is_named(tmp_path: Path)
     assert "rank 1" in (run / "FAILED").read_text()
 
 
+@pytest.mark.alone
 def test_an_exception_in_a_stage_ends_all_within_ten_seconds_and_is_the_last_thing_said(tmp_path: Path) -> None:
     # Planted from outside: once the stage's class is there, rank 1's raises in the middle of its fifth step.
     (tmp_path / "sitecustomize.py").write_text(
@@ -216,6 +220,7 @@ def test_an_exception_in_a_stage_ends_all_within_ten_seconds_and_is_the_last_thi
     assert "planted in a stage" in (run / "FAILED").read_text()
 
 
+@pytest.mark.alone
 def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
     process = start(*TWO, "trainer.max_steps=100000", "trainer.log_interval=1", root=tmp_path)
     ranks = wait_until_training(process, tmp_path, 2)
@@ -225,6 +230,7 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
     assert alive(ranks) == []
 
 
+@pytest.mark.alone
 def test_a_run_that_is_asked_to_end_leaves_the_reason(tmp_path: Path) -> None:
     for place, split in (("one", []), ("two", ["parallelism.tp=2"])):
         process = start("trainer.max_steps=100000", "trainer.log_interval=1", *split, root=tmp_path / place)
@@ -237,6 +243,7 @@ def test_a_run_that_is_asked_to_end_leaves_the_reason(tmp_path: Path) -> None:
         assert "SIGTERM" in (run / "FAILED").read_text()
 
 
+@pytest.mark.alone
 @pytest.mark.long  # minutes, which the default suite does not have
 def test_a_run_that_is_asked_to_end_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     # Dropout, so that a random state that is not kept would be seen.
@@ -270,6 +277,7 @@ def test_a_signal_before_the_first_step_ends_a_run_at_once(tmp_path: Path) -> No
     assert "told to end by SIGTERM" in output
 
 
+@pytest.mark.alone
 def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
     process = start(*TWO, "trainer.max_steps=100000", "trainer.log_interval=1", root=tmp_path)
     ranks = wait_until_training(process, tmp_path, 2)

@@ -41,12 +41,14 @@ def test_given_experts_over_ranks_when_trained_then_telemetry_says_what_routers_
 def test_given_biases_when_resumed_then_the_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     long = [part for part in EXPERTS if not part.startswith("trainer.max_steps")]
     long.append("scheduler=constant")
-    whole = start("train", *long, "trainer.max_steps=4", f"run.dir={tmp_path}/whole")
+    whole = start("train", *long, "trainer.max_steps=4", f"run.dir={tmp_path}/whole", "logger=wandb")
     succeed(start("train", *long, "trainer.max_steps=2", f"run.dir={tmp_path}/half"))
     rest = start("train", *long, "trainer.max_steps=4", f"run.dir={tmp_path}/rest", f"ckpt={tmp_path}/half")
     succeed(whole, rest)
     assert metrics(tmp_path / "whole")[2:] == metrics(tmp_path / "rest")
     assert metrics(tmp_path / "rest")[-1]["expert_bias_range"] > 0
+    (logged,) = (tmp_path / "whole").glob("wandb/offline-run-*/*.wandb")
+    assert logged.read_bytes().count(b'"histogram"') >= 2  # of the load of all experts, in steps 2 and 4
     assert_same_weights(tmp_path / "whole", tmp_path / "rest")
 
 
