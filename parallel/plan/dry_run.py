@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.stage import InferenceMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -197,6 +199,12 @@ class MemoryLedger(TorchDispatchMode):
             finally:
                 self._shadow = False
 
+        weights = PipelineStage.backward_weight_one_chunk
+
+        def for_weights(stage: Any, *arguments: Any, **named: Any) -> None:
+            weights(stage, *arguments, **named)
+            self._mark(list(_gradients_of(stage.submod)), "gradients")  # no hook of a parameter's has seen them
+
         hooks = [
             nn.modules.module.register_module_forward_pre_hook(self._before),
             nn.modules.module.register_module_forward_hook(self._after),
@@ -204,6 +212,7 @@ class MemoryLedger(TorchDispatchMode):
         with (
             patch.object(torch.UntypedStorage, "resize_", resized),
             patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagated),
+            patch.object(PipelineStage, "backward_weight_one_chunk", for_weights),
             self,
         ):
             yield
@@ -222,6 +231,16 @@ class MemoryLedger(TorchDispatchMode):
                 parameter.register_post_accumulate_grad_hook(lambda p: self._mark(local(p.grad), "gradients"))
                 if self._kind(local(parameter)) == "activations":
                     self._mark(local(parameter), "gathered")
+
+
+def _gradients_of(stage: nn.Module) -> Iterator[Tensor]:
+    """The gradients of a stage's whole parameters, also those that FSDP2 keeps beside the parameters."""
+    yield from (local(parameter.grad) for parameter in stage.parameters() if parameter.grad is not None)
+    for module in stage.modules():
+        groups = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []
+        for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+            if parameter.unsharded_accumulated_grad is not None:
+                yield local(parameter.unsharded_accumulated_grad)
 
 
 class _Entry:

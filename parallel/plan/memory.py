@@ -133,12 +133,19 @@ def optimizer_elements(config: Config, held: dict[str, int]) -> int:
 def moments(config: Config, layout: Layout, place: dict[str, int]) -> Iterator[Memory]:
     """The moments at which the rank at `place` may hold most, in the order of its schedule."""
     rank = _Rank(config, layout, place)
-    most: dict[tuple[str, int, int], tuple[int, frozenset[int]]] = {}
-    for moment, stage, held, finished in rank.walk():
-        key = (moment, stage, len(finished))
-        most[key] = max(most.get(key, (0, finished)), (held, finished), key=lambda entry: entry[0])
-    for (moment, stage, _), (held, finished) in most.items():
-        yield from rank.loss(stage, held, finished) if moment == FORWARD else rank.backward(stage, held, finished)
+    most: dict[tuple[str, int, Gradients], int] = {}
+    for moment, stage, held, made in rank.walk():
+        most[moment, stage, made] = max(most.get((moment, stage, made), 0), held)
+    for (moment, stage, made), held in most.items():
+        match moment:
+            case "F":
+                yield from rank.loss(stage, held, made)
+            case "B":
+                yield from rank.backward(stage, held, made)
+            case "I":
+                yield rank.inputs(stage, held, made)
+            case _:
+                yield rank.weights(stage, held, made)
     yield rank.clipping()
 
 
@@ -155,6 +162,29 @@ def order_of(parallelism: ParallelismConfig, count: int) -> list[list[Action]]:
     key = f"{parallelism.pp_schedule} {parallelism.pp} {parallelism.virtual_stages} {parallelism.pp_schedule_file}"
     _ASKED[key] = parallelism
     return _ordered(key, count)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of which stages gradients stand, from microbatches before."""
+
+    whole: frozenset[int] = frozenset()
+    """Summed, in numbers of reduction."""
+    fresh: frozenset[int] = frozenset()
+    """Just made by the second half of a split backward pass, in numbers of computing."""
+
+    @property
+    def any(self) -> bool:
+        """Whether there are gradients at all."""
+        return bool(self.whole | self.fresh)
+
+    def made(self, stage: int) -> "Gradients":
+        """After such a half."""
+        return Gradients(self.whole, self.fresh | {stage})
+
+    def summed(self, stage: int) -> "Gradients":
+        """After FSDP2 has added those of a stage to the sum, at its next pass backward."""
+        return Gradients(self.whole | {stage}, self.fresh - {stage})
 
 
 class _Rank:
@@ -184,9 +214,15 @@ class _Rank:
         self.layer = max(self.layers.values())
         self._alike: dict[tuple[bool, bool], LayerActivations] = {}
         self.whole = {stage: self._stage_elements(stage) for stage in self.stages}
+        ends = {stage: sum(self._ends(stage)) for stage in self.stages}
+        self.late = {stage: ends[stage] if stage == self.last_stage else self.whole[stage] for stage in self.stages}
+        """Whose gradients, made by the half for weights, are summed only at the stage's next pass backward. On the last
+        stage they are those of the output layer alone. Seen in dry runs, not derived.
+        """
         self.kept = {stage: self._stage_kept(stage) for stage in self.stages}
+        self.pending = {stage: self._stage_pending(stage) for stage in self.stages}
         self.actions = self._order()[place["pp"]] if self.pipeline else self._plain()
-        messages = 8 if self.last_stage in self.stages else 2
+        messages = (4 if self.splits_backward else 8) if self.last_stage in self.stages else 2
         self.buffers = messages * self.size.stream * self.pipeline
         """What a pipeline has under way: the last rank sends back while it receives. Seen in dry runs, not derived."""
 
@@ -232,54 +268,84 @@ class _Rank:
         sent = self.size.stream * (sends_late and stage != self.last_stage)
         return layers + loss + received + sent + shared_kept(self.size)
 
-    def _pending(self, stage: int) -> int:
-        """Between the halves of a split backward pass: gradients that the weights' half starts from."""
+    def _stage_pending(self, stage: int) -> int:
+        """Between the halves of a split backward pass: the gradients that those of weights are worked out from."""
         size = self.size
-        products = size.tokens * (size.query + 2 * size.key_value + 2 * size.inner) * size.compute
-        return len(self.split[stage]) * (products + 2 * size.whole_stream + 4 * size.stream)
+        products = size.compute * size.tokens * (size.query + 2 * size.key_value + 2 * size.inner)
+        outputs = size.whole_stream if size.gathers else size.stream
+        return len(self.split[stage]) * (products + 2 * outputs + 2 * size.stream) + size.stream
 
-    def walk(self) -> Iterator[tuple[str, int, int, frozenset[int]]]:
-        """What is held, beside what a moment itself needs, when a stage makes its loss and when it goes backward."""
-        held, finished = self.buffers, frozenset[int]()
+    def walk(self) -> Iterator[tuple[str, int, int, Gradients]]:
+        """What is held, beside what a moment itself needs, when a stage makes its loss and when it goes backward.
+
+        torch leaves all of the first stage's backward pass, whose inputs ask for no gradient, to the half of the
+        weights.
+        """
+        held, gradients = self.buffers, Gradients()
         for action in self.actions:
             stage = action.stage
-            if action.kind == FORWARD:
+            kind = BACKWARD if stage == 0 and action.kind == WEIGHT else action.kind
+            if kind == FORWARD:
                 held += self.kept[stage]
                 if stage == self.last_stage:
-                    yield FORWARD, stage, held, finished
-                continue
-            if action.kind != WEIGHT:
-                yield BACKWARD, stage, held, finished
-            if action.kind == INPUT:
-                held += self._pending(stage)
-                continue
-            held -= self.kept[stage] + (self._pending(stage) if action.kind == WEIGHT else 0)
-            finished |= {stage}
+                    yield FORWARD, stage, held, gradients
+            elif kind == BACKWARD:
+                yield BACKWARD, stage, held, gradients
+                held -= self.kept[stage]
+                gradients = gradients.summed(stage)
+            elif kind == INPUT and stage > 0:
+                yield INPUT, stage, held, gradients
+                held += self.pending[stage]
+                gradients = gradients.summed(stage) if stage in gradients.fresh else gradients
+            elif kind == WEIGHT:
+                yield WEIGHT, stage, held, gradients
+                held -= self.kept[stage] + self.pending[stage]
+                gradients = gradients.made(stage)
 
-    def _standing(self, held: int, finished: frozenset[int]) -> Memory:
+    def _standing(self, held: int, made: Gradients) -> Memory:
         """What is held whatever the moment: weights, state, gathered weights, and gradients of earlier microbatches."""
-        whole = sum(self.whole[stage] for stage in finished) * self.reduce
-        gradients = whole if self.fsdp and not self.shares_each else self.elements * self.master * bool(finished)
+        if self.fsdp and not self.shares_each:
+            late = {stage: self.late[stage] if self.compute != self.reduce else 0 for stage in made.fresh}
+            summed = sum(self.whole[stage] for stage in made.whole)
+            summed += sum(self.whole[stage] - late[stage] for stage in made.fresh - made.whole)
+            gradients = summed * self.reduce + sum(late.values()) * self.compute
+        else:
+            gradients = self.elements * self.master * made.any
         gathered = sum(self.whole.values()) * self.compute if self.fsdp and self.once else 0
         return replace(self.base, activations=held, gradients=gradients, gathered=gathered)
 
-    def loss(self, stage: int, held: int, finished: frozenset[int]) -> Iterator[Memory]:
+    def inputs(self, stage: int, held: int, made: Gradients) -> Memory:
+        """At the end of the half of a backward pass that is for inputs: nothing of the forward pass is let go yet."""
+        size = self.size
+        if stage == self.last_stage:
+            held -= loss_activations(self.config, self.layout).kept
+        now = self._standing(held + self.pending[stage] + 5 * size.precise * size.piece * size.hidden, made)
+        return replace(now, moment="inputs, backward")
+
+    def weights(self, stage: int, held: int, made: Gradients) -> Memory:
+        """In the half that is for weights: their gradients beside all that they are made of."""
+        now = self._standing(held, made)
+        adds = self.compute == self.reduce and stage in made.whole | made.fresh  # to those that stand, one by one
+        new = 0 if adds else self.whole[stage] * self.compute
+        return replace(now, moment="weights, backward", gradients=now.gradients + new)
+
+    def loss(self, stage: int, held: int, made: Gradients) -> Iterator[Memory]:
         """While logits exist, and while the gradients that were made of them are scaled."""
         loss, head = loss_activations(self.config, self.layout), self._ends(stage)[-1] * self.compute
-        now = self._standing(held - loss.kept, finished)
+        now = self._standing(held - loss.kept, made)
         first = replace(now, moment="loss, forward", loss=loss.kept + loss.forward)
         if self.fsdp and not self.once:
             first = replace(first, gathered=head)
-        if self.fsdp and self.shards > 1 and not (self.once and (finished or self.pipeline)):
+        if self.fsdp and self.shards > 1 and not (self.once and (made.any or self.pipeline)):
             first = replace(first, communication=head)
         yield first
         second = replace(first, moment="loss, backward", loss=loss.kept + loss.backward)
         yield replace(second, communication=0 if self.once else self.layer * self.compute * self.fsdp)
 
-    def backward(self, stage: int, held: int, finished: frozenset[int]) -> Iterator[Memory]:
+    def backward(self, stage: int, held: int, made: Gradients) -> Iterator[Memory]:
         """While a stage's last layer goes backward, then the one before it."""
         layers = [self._layer(layer) for layer in self.split[stage]]
-        now, last = self._standing(held, finished), stage == self.last_stage
+        now, last = self._standing(held, made), stage == self.last_stage
         # The gradient of the down projection stands when those of the block's activations do.
         shapes = layer_shapes(self.config.model, self.split[stage][-1])
         down = "mlp.down_proj.weight" if "mlp.down_proj.weight" in shapes else "mlp.experts.down_proj.weight"
@@ -302,7 +368,7 @@ class _Rank:
             now = replace(now, moment="next layer, backward", activations=waiting)
             if reduces:
                 yield replace(now, communication=now.communication + self.layer * self.reduce)
-            elif not finished:
+            elif not made.any:
                 yield replace(
                     now, gradients=now.gradients + self.layer * (self.reduce if self.microbatches > 1 else self.compute)
                 )

@@ -40,6 +40,7 @@ _FORKS.set_forkserver_preload(
 
 def _become(name: str, arguments: tuple[str, ...], environment: dict[str, str], folder: str) -> None:
     """In a forked process: be `python -m recipes.NAME ARGUMENTS`, and end as that does."""
+    multiprocessing.set_start_method(None, force=True)  # Python's own again, for the loader's workers
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(environment)

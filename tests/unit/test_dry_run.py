@@ -28,16 +28,17 @@ CASES = [
     (8, f"zero=1 pp=4 {SPLIT} pp_schedule=gpipe", ""),
     (1, "", "model.sliding_window=256"),
     (2, "zero=3", "data.document_mask=true"),
-]
-FAIR = [
+    (8, f"zero=1 {SPLIT} cp=2", ""),
     (8, f"zero=1 pp=2 {SPLIT} pp_schedule=interleaved_1f1b virtual_stages=2", ""),
     (8, f"zero=1 pp=2 {SPLIT} pp_schedule=interleaved_zero_bubble virtual_stages=2", ""),
     (8, f"zero=1 pp=2 {SPLIT} pp_schedule=zbv_zero_bubble virtual_stages=2", "model.tie_word_embeddings=true"),
-    (8, f"zero=1 {SPLIT} cp=2", ""),
+    (4, "zero=1 pp=4 pp_schedule=zbv_zero_bubble virtual_stages=2", "model.num_hidden_layers=16"),
+    (4, "zero=1 pp=2 pp_schedule=interleaved_zero_bubble virtual_stages=2", "precision=fp32"),
+    (4, "zero=0 pp=4 pp_schedule=dualpipe_v virtual_stages=2", "model.num_hidden_layers=8"),
 ]
 
 
-def _check(world: int, split: str, other: str, rank: int, tolerance: float) -> None:
+def _check(world: int, split: str, other: str, rank: int) -> None:
     made = config(*MODEL, *(f"parallelism.{part}" for part in split.split()), *other.split())
     layout = resolve(made.parallelism, world)
     done = run(made, layout, rank)
@@ -50,10 +51,9 @@ def _check(world: int, split: str, other: str, rank: int, tolerance: float) -> N
     place = done.coordinates
     said = traffic(made, layout, place["pp"], place["cp"]) if layout.cp > 1 else traffic(made, layout, place["pp"])
     assert found == {(row.axis, row.operation): (row.calls, row.bytes_sent) for row in said}
-    assert formula.total == pytest.approx(done.total, rel=tolerance)
-    if tolerance <= 0.03:
-        activations = done.peak.get("activations", 0) + done.peak.get("loss", 0)
-        assert formula.activations + formula.loss == pytest.approx(activations, rel=0.03)
+    assert formula.total == pytest.approx(done.total, rel=0.03)
+    activations = done.peak.get("activations", 0) + done.peak.get("loss", 0)
+    assert formula.activations + formula.loss == pytest.approx(activations, rel=0.03)
     assert set(done.peak) <= set(KINDS)
 
 
@@ -61,14 +61,7 @@ def _check(world: int, split: str, other: str, rank: int, tolerance: float) -> N
 def test_given_a_layout_when_dry_run_then_the_formulas_agree(world: int, split: str, other: str) -> None:
     ranks = {0, world - 1} if "pp=" in split else {0}
     for rank in ranks:
-        _check(world, split, other, rank, 0.03)
-
-
-@pytest.mark.parametrize(("world", "split", "other"), FAIR, ids=[f"{w} {s} {o}" for w, s, o in FAIR])
-def test_given_a_layout_whose_buffers_come_and_go_when_dry_run_then_the_peak_is_near(
-    world: int, split: str, other: str
-) -> None:
-    _check(world, split, other, 0, 0.1)
+        _check(world, split, other, rank)
 
 
 def test_given_a_rank_with_smaller_shards_when_dry_run_then_what_it_holds_is_exact() -> None:

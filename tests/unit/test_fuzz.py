@@ -34,6 +34,7 @@ def _ask(seed: int) -> tuple[float, int, int]:
 
 
 def _all(seeds: range) -> None:
+    import torch.distributed.pipelining  # noqa: F401  for the orders of torch's schedules: not counted
     asked = [_ask(seed) for seed in seeds]
     refused = sum(1 for _, faults, _ in asked if faults)
     slow = sorted(seconds for seconds, _, _ in asked)
@@ -44,6 +45,7 @@ def _all(seeds: range) -> None:
         f"{slow[len(slow) // 2]:.4f}, 99% {slow[len(slow) * 99 // 100]:.4f}, most {slow[-1]:.4f}; "
         f"{len(late)} above 0.05: {late[:20]}"
     )
+    assert late == []
     assert 0.1 < refused / len(asked) < 0.95
     assert repaired > 0.95 * refused
 
