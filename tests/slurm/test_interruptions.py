@@ -129,7 +129,6 @@ def _compare(kinds: list[str], steps_in_all: int, cluster: Path, tmp_path: Path,
     _assert_the_same_run(often, tmp_path / "tiny/once", steps_in_all)
 
 
-@pytest.mark.long  # minutes, which the default suite does not have
 @pytest.mark.timeout(600)
 def test_given_one_interruption_of_each_kind_when_it_ends_then_it_is_the_run_that_was_not_interrupted(
     cluster: Path, tmp_path: Path
