@@ -26,6 +26,7 @@ class Told:
         return self
 
     def _note(self, number: int, _: object) -> None:
+        # Noted in any case: a library that is being imported may swallow the exception, and the first step then ends.
+        self.signal = self.signal or number
         if self.at_once:
             raise RunInterruptedError(f"told to end by {signal.Signals(number).name} before the first step.")
-        self.signal = self.signal or number

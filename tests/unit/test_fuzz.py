@@ -35,6 +35,7 @@ def _ask(seed: int) -> tuple[float, int, int]:
 
 def _all(seeds: range) -> None:
     import torch.distributed.pipelining  # noqa: F401  for the orders of torch's schedules: not counted
+
     asked = [_ask(seed) for seed in seeds]
     refused = sum(1 for _, faults, _ in asked if faults)
     slow = sorted(seconds for seconds, _, _ in asked)
