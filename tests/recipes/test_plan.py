@@ -17,7 +17,6 @@ from parallel.plan.rules.fit import needed
 from parallel.plan.validate import errors, validate
 from recipes.locks import all_differences, compose_recipe, recipes, under_lock
 from recipes.plan_dry_run import corners, run
-from tests.distributed.thinned import thinned
 from tests.recipes.commands import ROOT
 from tests.recipes.commands import run as command
 from tests.small import config
@@ -51,7 +50,7 @@ def test_given_a_recipe_when_planned_then_it_is_legal_and_fits(name: str) -> Non
     assert plan.bubble < 0.2
 
 
-@pytest.mark.parametrize("name", thinned(LARGE, 4))
+@pytest.mark.parametrize("name", LARGE)
 def test_given_a_large_recipe_when_a_corner_is_dry_run_at_its_world_size_then_it_fits_as_the_formulas_say(
     name: str,
 ) -> None:
