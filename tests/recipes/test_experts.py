@@ -65,7 +65,14 @@ def load_at_the_end(folder: Path) -> float:
     [
         ("loss", [], True),
         ("none", ["model.moe.balance_loss=0"], False),
-        ("bias", ["model.moe.balance_loss=0", "model.moe.bias_update_rate=0.01"], True),
+        ("sigmoid", ["model.moe.balance_loss=0", "model.moe.score=sigmoid"], False),
+        # Weights of a sigmoid, as those have who made the method (Wang et al., 2024, arXiv:2408.15664): of a softmax,
+        # which ever fewer experts share, biases follow only after more steps than these.
+        (
+            "bias",
+            ["model.moe.balance_loss=0", "model.moe.score=sigmoid", "model.moe.bias_update_rate=0.003"],
+            True,
+        ),
     ],
 )
 def test_given_300_steps_on_text_when_balanced_then_no_expert_has_half_more_than_its_share(
