@@ -237,10 +237,9 @@ def _gradients_of(stage: nn.Module) -> Iterator[Tensor]:
     """The gradients of a stage's whole parameters, also those that FSDP2 keeps beside the parameters."""
     yield from (local(parameter.grad) for parameter in stage.parameters() if parameter.grad is not None)
     for module in stage.modules():
-        groups = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []
-        for parameter in (parameter for group in groups for parameter in group.fsdp_params):
-            if parameter.unsharded_accumulated_grad is not None:
-                yield local(parameter.unsharded_accumulated_grad)
+        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []:
+            sums = (parameter.unsharded_accumulated_grad for parameter in group.fsdp_params)
+            yield from (local(gradient) for gradient in sums if gradient is not None)
 
 
 class _Entry:

@@ -1,9 +1,9 @@
 """What one rank holds when it holds most, by formula: weights, gradients, optimizer state, activations, buffers.
 
-A step has few moments at which memory can peak: while the loss makes logits, while it scales its gradients, and while
-the first layers go backward with all others still waiting. Each is added up from plan/activations.py, from what FSDP2
-gathers and when (parallel/zero.py), and from the microbatches that the schedule has in flight (plan/timeline.py). Tests
-hold every number against a dry run. Bytes everywhere.
+A step has few moments at which memory can peak: while the loss makes logits, while it scales its gradients, while the
+first layers go backward with all others still waiting, and at the end of each half of a backward pass that is split.
+Each is added up from plan/activations.py, from what FSDP2 gathers and when (parallel/zero.py), and from what the
+schedule has in flight (plan/timeline.py). Tests hold every number against a dry run. Bytes everywhere.
 """
 
 import math
@@ -136,16 +136,9 @@ def moments(config: Config, layout: Layout, place: dict[str, int]) -> Iterator[M
     most: dict[tuple[str, int, Gradients], int] = {}
     for moment, stage, held, made in rank.walk():
         most[moment, stage, made] = max(most.get((moment, stage, made), 0), held)
+    needed = {FORWARD: rank.loss, BACKWARD: rank.backward, INPUT: rank.inputs, WEIGHT: rank.weights}
     for (moment, stage, made), held in most.items():
-        match moment:
-            case "F":
-                yield from rank.loss(stage, held, made)
-            case "B":
-                yield from rank.backward(stage, held, made)
-            case "I":
-                yield rank.inputs(stage, held, made)
-            case _:
-                yield rank.weights(stage, held, made)
+        yield from needed[moment](stage, held, made)
     yield rank.clipping()
 
 
@@ -314,20 +307,20 @@ class _Rank:
         gathered = sum(self.whole.values()) * self.compute if self.fsdp and self.once else 0
         return replace(self.base, activations=held, gradients=gradients, gathered=gathered)
 
-    def inputs(self, stage: int, held: int, made: Gradients) -> Memory:
+    def inputs(self, stage: int, held: int, made: Gradients) -> Iterator[Memory]:
         """At the end of the half of a backward pass that is for inputs: nothing of the forward pass is let go yet."""
-        size = self.size
         if stage == self.last_stage:
             held -= loss_activations(self.config, self.layout).kept
-        now = self._standing(held + self.pending[stage] + 5 * size.precise * size.piece * size.hidden, made)
-        return replace(now, moment="inputs, backward")
+        norm = 5 * self.size.precise * self.size.piece * self.size.hidden  # what its backward pass makes on the way
+        now = self._standing(held + self.pending[stage] + norm, made)
+        yield replace(now, moment="inputs, backward")
 
-    def weights(self, stage: int, held: int, made: Gradients) -> Memory:
+    def weights(self, stage: int, held: int, made: Gradients) -> Iterator[Memory]:
         """In the half that is for weights: their gradients beside all that they are made of."""
         now = self._standing(held, made)
         adds = self.compute == self.reduce and stage in made.whole | made.fresh  # to those that stand, one by one
         new = 0 if adds else self.whole[stage] * self.compute
-        return replace(now, moment="weights, backward", gradients=now.gradients + new)
+        yield replace(now, moment="weights, backward", gradients=now.gradients + new)
 
     def loss(self, stage: int, held: int, made: Gradients) -> Iterator[Memory]:
         """While logits exist, and while the gradients that were made of them are scaled."""
