@@ -95,17 +95,22 @@ def _interrupted_run(kinds: list[str], steps_in_all: int, cluster: Path, root: P
     slowly = plant(root / "plant", "True", "parallel.step", "clip", UNHURRIED.format(hurry=str(hurry)))
     job = submit(*RUN, *length, slowly, "run.id=often", "cluster.slurm.max_restarts=1000", *patient)
     run = root / "tiny/often"
-    for index, kind in enumerate(kinds):
-        wait_for(lambda before=index: _starts(run) > before or anywhere, "a start", 120, run)
-        wait_for(lambda: field(job, "JobState") == "RUNNING", "the job to run", 120, run)
-        time.sleep(draw.uniform(0.0, 10.0 if anywhere else 2.0))
+    begun = 0
+    for kind in kinds:
+        state = ""
+        while state != "RUNNING":  # SLURM may end this start too, by a signal meant for the last one
+            wait_for(lambda before=begun: _starts(run) > before or anywhere, "a start", 120, run)
+            wait_for(lambda: field(job, "JobState") == "RUNNING", "the job to run", 120, run)
+            time.sleep(draw.uniform(0.0, 10.0 if anywhere else 2.0))
+            state = field(job, "JobState")
+            assert state in ("RUNNING", "COMPLETING", "PENDING"), f"the run ended before {kind}: {state}"
         restarts = int(field(job, "Restarts"))
-        assert field(job, "JobState") == "RUNNING", f"the run ended before interruption {index}"
         KINDS[kind](job, run, cluster, draw)
         wait_for(lambda before=restarts: int(field(job, "Restarts")) > before, f"a restart after {kind}", 120, run)
+        begun = _starts(run)
     hurry.touch()
     assert wait_for_end(job, run, 600) == "COMPLETED"
-    # On a busy machine SLURM's controller repeats a signal that a node was too slow to answer, and hits the next start.
+    # SLURM's controller repeats what a lost or slow node has not answered, and may hit the next start of the same job.
     restarts = int(field(job, "Restarts"))
     print(f"{len(kinds)} interruptions, {restarts} restarts")
     assert restarts >= len(kinds)
