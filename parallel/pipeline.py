@@ -218,6 +218,8 @@ class _Stage(PipelineStage):
     ) -> Any:
         with self.pipeline.recording.action(BACKWARD if full_backward else INPUT, self.stage_index, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if full_backward and isinstance(loss, Tensor):
+            loss.detach_()  # the schedule keeps it to the end of the step, and with its graph what the stage received
         if bwd_chunk_id in self.bwd_cache:  # what is sent must be contiguous; a split pass leaves it as it comes
             kept = self.bwd_cache[bwd_chunk_id]
             self.bwd_cache[bwd_chunk_id] = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in kept)

@@ -98,6 +98,19 @@ def feed_forward_kept(size: Sizes) -> int:
     return (size.whole_stream if size.gathers else 0) + 4 * size.compute * size.tokens * size.inner
 
 
+def mixture_rows(config: Config, layout: Layout) -> int:
+    """Rows that a rank's experts get in a microbatch when all are busy alike, those of all etp ranks."""
+    sent = expected_rows(config, layout, [0]).gathered // (microbatch_count(config, layout) * layout.etp)
+    return sent * layout.etp
+
+
+def exchange_buffers(config: Config, layout: Layout) -> int:
+    """Where all mixtures of a rank lay out what they send and receive, made once and used again and again."""
+    if config.model.moe.num_experts == 0 or layout.ep == 1:
+        return 0
+    return 2 * BYTES[config.precision.compute] * mixture_rows(config, layout) * config.model.hidden_size
+
+
 def mixture_kept(config: Config, layout: Layout, size: Sizes) -> int:
     """Inside a mixture of experts that are busy alike: rows at their experts, what those make, and what comes back.
 
@@ -105,13 +118,23 @@ def mixture_kept(config: Config, layout: Layout, size: Sizes) -> int:
     """
     moe, c = config.model.moe, size.compute
     tokens = own_tokens(config, layout)
-    sent = expected_rows(config, layout, [0]).gathered // (microbatch_count(config, layout) * layout.etp)
     inner = moe.intermediate_size // layout.etp
-    kept = c * sent * layout.etp * (size.hidden + 4 * inner)  # rows of all etp ranks
-    kept += 2 * c * tokens * moe.num_experts_per_tok * size.hidden + 3 * size.precise * tokens * moe.num_experts
+    kept = c * mixture_rows(config, layout) * (size.hidden + 4 * inner)
+    kept += c * tokens * moe.num_experts_per_tok * size.hidden
+    kept += size.precise * tokens * (size.hidden + 3 * moe.num_experts)  # the router works precisely
     if moe.shared_intermediate_size:
         kept += feed_forward_kept(replace(size, inner=-(-moe.shared_intermediate_size // layout.tp)))
     return kept
+
+
+def mixture_temporary(config: Config, layout: Layout, size: Sizes) -> int:
+    """What its backward pass makes on the way: gradients of what came back from experts, or of their gate and up, when
+    what came back has been let go.
+    """
+    moe, c = config.model.moe, size.compute
+    inside = 2 * c * mixture_rows(config, layout) * moe.intermediate_size // layout.etp
+    back = c * own_tokens(config, layout) * moe.num_experts_per_tok * size.hidden
+    return max(inside - back, back + 2 * size.stream)
 
 
 @dataclass(frozen=True)
@@ -136,7 +159,8 @@ def layer_activations(config: Config, layout: Layout, layer: int) -> LayerActiva
     # The two norms, and their results: inputs of the blocks, kept unless a gathered copy stands in for them.
     norms, inputs = 2 * norm_kept(size) + dropout, 0 if size.gathers else 2 * size.stream
     everything = norms + inputs + attention + feed_forward
-    temporary = (feed_forward // 2 if mixture else 2 * size.compute * size.tokens * size.inner) + size.stream
+    temporary = mixture_temporary(config, layout, size) if mixture else 2 * size.compute * size.tokens * size.inner
+    temporary += size.stream
     temporary += size.whole_stream if size.gathers else 0
     interval = recompute_interval(mode)
     if interval is not None and layer % interval == 0:
@@ -152,6 +176,22 @@ def layer_activations(config: Config, layout: Layout, layer: int) -> LayerActiva
         kept = size.stream + products + size.precise * size.tokens * size.heads
         return LayerActivations(kept, everything - kept, temporary)
     return LayerActivations(everything, 0, temporary)
+
+
+def between_halves(config: Config, layout: Layout, layer: int) -> int:
+    """What a layer holds between the halves of a split backward pass: gradients that those of weights are made from.
+
+    They are those of the results of every projection and of both norms.
+    """
+    moe, size, c = config.model.moe, sizes(config, layout), sizes(config, layout).compute
+    results = size.whole_stream if size.gathers else size.stream
+    attention = c * size.tokens * (size.query + 2 * size.key_value) + results
+    if not config.model.has_experts(layer):
+        return attention + 2 * c * size.tokens * size.inner + results + 2 * size.stream
+    experts = c * mixture_rows(config, layout) * (2 * moe.intermediate_size // layout.etp + size.hidden)
+    # What came back from experts was for the router's weights of them, and is let go.
+    back = c * own_tokens(config, layout) * moe.num_experts_per_tok * size.hidden
+    return attention + experts - back + 2 * size.stream
 
 
 def shared_kept(size: Sizes) -> int:

@@ -16,7 +16,15 @@ from models.counts import end_shapes, for_each_layer, is_expert, layer_shapes
 from parallel.config import BYTES, AdamWConfig, Config, MuonConfig, ParallelismConfig, SGDConfig, recompute_interval
 from parallel.layout import Layout, mesh_layout, piece
 from parallel.order import order
-from parallel.plan.activations import LayerActivations, layer_activations, loss_activations, shared_kept, sizes
+from parallel.plan.activations import (
+    LayerActivations,
+    between_halves,
+    exchange_buffers,
+    layer_activations,
+    loss_activations,
+    shared_kept,
+    sizes,
+)
 from parallel.plan.traffic import split_dim
 from parallel.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from parallel.stages import split_layers, splits_backward, stages_of
@@ -213,11 +221,11 @@ class _Rank:
         stage they are those of the output layer alone. Seen in dry runs, not derived.
         """
         self.kept = {stage: self._stage_kept(stage) for stage in self.stages}
-        self.pending = {stage: self._stage_pending(stage) for stage in self.stages}
+        self.pending = {stage: self._stage_pending(stage) if self.splits_backward else 0 for stage in self.stages}
         self.actions = self._order()[place["pp"]] if self.pipeline else self._plain()
-        messages = (4 if self.splits_backward else 8) if self.last_stage in self.stages else 2
-        self.buffers = messages * self.size.stream * self.pipeline
-        """What a pipeline has under way: the last rank sends back while it receives. Seen in dry runs, not derived."""
+        messages = 4 if self.splits_backward and self.last_stage in self.stages else 2
+        self.buffers = messages * self.size.stream * self.pipeline + exchange_buffers(config, layout)
+        """What a pipeline has under way, as seen in dry runs and not derived, and what experts' exchange has."""
 
     def _order(self) -> list[list[Action]]:
         """The schedule, of as many microbatches as show its peak: but for gpipe, a steady state holds no more."""
@@ -262,11 +270,9 @@ class _Rank:
         return layers + loss + received + sent + shared_kept(self.size)
 
     def _stage_pending(self, stage: int) -> int:
-        """Between the halves of a split backward pass: the gradients that those of weights are worked out from."""
-        size = self.size
-        products = size.compute * size.tokens * (size.query + 2 * size.key_value + 2 * size.inner)
-        outputs = size.whole_stream if size.gathers else size.stream
-        return len(self.split[stage]) * (products + 2 * outputs + 2 * size.stream) + size.stream
+        """Between the halves of a split backward pass; what is sent to the stage before is under way meanwhile."""
+        layers = (between_halves(self.config, self.layout, layer) for layer in self.split[stage])
+        return sum(layers) + self.size.stream
 
     def walk(self) -> Iterator[tuple[str, int, int, Gradients]]:
         """What is held, beside what a moment itself needs, when a stage makes its loss and when it goes backward.

@@ -35,6 +35,10 @@ CASES = [
     (4, "zero=1 pp=4 pp_schedule=zbv_zero_bubble virtual_stages=2", "model.num_hidden_layers=16"),
     (4, "zero=1 pp=2 pp_schedule=interleaved_zero_bubble virtual_stages=2", "precision=fp32"),
     (4, "zero=0 pp=4 pp_schedule=dualpipe_v virtual_stages=2", "model.num_hidden_layers=8"),
+    (4, "zero=1 pp=4 pp_schedule=interleaved_1f1b virtual_stages=2 recompute=full", "model.num_hidden_layers=8"),
+    (8, "zero=3 pp=2 ep=2 tp=2", "model=tiny_moe"),
+    (8, "zero=3 pp=2 ep=4 recompute=full", "model=tiny_moe"),
+    (8, "zero=1 pp=4 ep=2", "model=tiny_moe model.num_hidden_layers=8"),
 ]
 
 
@@ -51,9 +55,10 @@ def _check(world: int, split: str, other: str, rank: int) -> None:
     place = done.coordinates
     said = traffic(made, layout, place["pp"], place["cp"]) if layout.cp > 1 else traffic(made, layout, place["pp"])
     assert found == {(row.axis, row.operation): (row.calls, row.bytes_sent) for row in said}
-    assert formula.total == pytest.approx(done.total, rel=0.03)
+    near = 0.05 if made.model.moe.num_experts else 0.03
+    assert formula.total == pytest.approx(done.total, rel=near)
     activations = done.peak.get("activations", 0) + done.peak.get("loss", 0)
-    assert formula.activations + formula.loss == pytest.approx(activations, rel=0.03)
+    assert formula.activations + formula.loss == pytest.approx(activations, rel=near)
     assert set(done.peak) <= set(KINDS)
 
 
