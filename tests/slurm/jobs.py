@@ -35,7 +35,7 @@ def command(name: str, *arguments: str, **environment: str) -> "subprocess.Compl
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
 
 
