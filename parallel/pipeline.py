@@ -196,7 +196,22 @@ class Pipeline:
             schedule._prepare_schedule_with_comms(
                 {rank: [schedules._Action.from_str(str(action)) for action in actions] for rank, actions in orders}
             )
+        if name not in SINGLE:
+            _leave_gathering_to_fsdp(schedule)
         return schedule
+
+
+def _leave_gathering_to_fsdp(schedule: Any) -> None:
+    """Take out of a schedule that torch gathers and frees the weights of whole stages, at most three at a time.
+
+    FSDP2's hooks do it layer by layer, and as `zero` says: with four stages on a rank torch would free what is to be
+    kept, and gather it again for almost every microbatch; with ZeRO 3 it would begin with three whole stages.
+    """
+    orders = schedule.pipeline_order_with_comms
+    for rank, actions in orders.items():
+        gathering = (schedules.UNSHARD, schedules.RESHARD)
+        orders[rank] = [action for action in actions if action.computation_type not in gathering]
+    schedule.unsharded_stages = {stage.stage_index for stage in schedule._stages}  # it asks before it computes
 
 
 class _Stage(PipelineStage):

@@ -3,6 +3,7 @@
 Exit codes: 0 good; 2 the config is refused; 1 anything else that failed.
 """
 
+import atexit
 import dataclasses
 import difflib
 import logging
@@ -14,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -73,13 +74,27 @@ def command(
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
-        sys.exit(130)
+        codes.append(130)
     except ValueError as error:  # Hydra's for an override such as model=null; the job's own errors do not come here
         groups = ", ".join(argument for argument in sys.argv[1:] if argument.endswith("=null"))
         codes.append(report(ConfigError(f"{groups}: {error}")))
     except Exception as error:
         codes.append(report(error))
-    sys.exit(max(codes, default=0))
+    leave(max(codes, default=0))
+
+
+def leave(code: int) -> NoReturn:
+    """End this process: whatever is registered to be done at exit is, but the interpreter is not taken down.
+
+    A thread of torch's that wants its lock then would abort the process, and a run that is done would count as failed.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # nobody reads it, or its disk is full
+            code = code or 1
+    os._exit(code)
 
 
 def given_arguments() -> list[str]:

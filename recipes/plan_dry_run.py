@@ -8,7 +8,7 @@ from parallel.layout import Layout
 from parallel.plan.dry_run import DryRun, dry_run
 from parallel.plan.memory import KINDS, peak
 from parallel.plan.plan import Plan
-from parallel.plan.traffic import by_group, traffic
+from parallel.plan.traffic import Traffic, by_group, traffic
 from recipes.optimizers import make_optimizer
 
 
@@ -31,6 +31,11 @@ def run(config: Config, layout: Layout, rank: int) -> DryRun:
     return dry_run(config, layout, rank, make_optimizer)
 
 
+def expected_traffic(done: DryRun, config: Config, layout: Layout) -> list[Traffic]:
+    """What the formula says that this rank sends, by group as the dry run counts."""
+    return by_group(traffic(config, layout, done.coordinates["pp"], done.coordinates["cp"]), config, layout)
+
+
 def dry_runs(plan: Plan, rank: str) -> Iterator[str]:
     """Lines for a terminal, rank by rank as each is done."""
     for number in chosen(plan.layout, rank):
@@ -51,8 +56,7 @@ def describe(done: DryRun, config: Config, layout: Layout) -> Iterator[str]:
     stated = "".join(f"{getattr(formula, kind) / 1e9:>14.3f}" for kind in KINDS)
     yield f"  {'formula':<10}{stated}{formula.total / 1e9:>10.3f}  ({formula.total / done.total - 1:+.2%})"
     rows = {(row.axis, row.operation): row for row in done.traffic}
-    formula_rows = by_group(traffic(config, layout, done.coordinates["pp"]), config, layout)
-    expected = {(row.axis, row.operation): row for row in formula_rows}
+    expected = {(row.axis, row.operation): row for row in expected_traffic(done, config, layout)}
     for key in sorted(rows.keys() | expected.keys()):
         found, said = rows.get(key), expected.get(key)
         same = "as the formula says" if found == said else f"BUT THE FORMULA SAYS {said}"

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parallel.config import Config
+from parallel.expert import ExpertDispatch, mixtures
 from parallel.layout import Layout
 from parallel.pipeline import build_decoder
 from parallel.plan.traffic import Traffic, ring_bytes
@@ -285,7 +286,7 @@ def dry_run(config: Config, layout: Layout, rank: int, make_optimizer: Callable[
             batch = _batch(config, layout)
             optimizer = make_optimizer(config.optimizer, decoder)
             parameters = list(decoder.parameters())
-            memory, ledger = MemoryLedger(decoder), Ledger(_axes(model))
+            memory, ledger = MemoryLedger(decoder), Ledger(group_axes(model))
             memory.hold(parameters, "parameters")
             with memory.watching(), ledger:
                 forward_backward(model, batch, 0)
@@ -312,19 +313,22 @@ def _batch(config: Config, layout: Layout) -> Batch:
     return batch | {"sample": torch.zeros(sequences, dtype=torch.int64)}
 
 
-def _axes(model: ParallelModel) -> dict[str, str]:
+def group_axes(model: ParallelModel) -> dict[str, str]:
+    """The axis of every process group of a model, by the group's name; an axis over all ranks may be `world`."""
     mesh, experts = model.mesh, model.expert_mesh
-    names = mesh.mesh_dim_names
-    assert names is not None
-    found = {} if experts is None else {str(experts.get_group(a).group_name): a for a in ("expert_dp", "ep", "etp")}
-    found |= {str(mesh.get_group(axis).group_name): axis for axis in names}
-    if model.context is not None:
-        groups = (model.context.ring, model.context.ulysses)
-        found |= {str(group.group_name): "cp" for group in groups if group is not None}
+    groups: list[tuple[dist.ProcessGroup, str]] = []
     if experts is not None:
-        found.setdefault(str(experts.get_group("dp_replicate").group_name), "expert_replicate")
-        found[str(dist.distributed_c10d._get_default_group().group_name)] = "world"  # see traffic.by_group
-    return found
+        names = {"dp_replicate": "expert_replicate", "expert_dp": "expert_dp", "ep": "ep", "etp": "etp"}
+        groups += [(experts.get_group(axis), name) for axis, name in names.items()]
+        dispatches = [block.dispatch for block in mixtures(model.decoder)]
+        connected = [dispatch.groups for dispatch in dispatches if isinstance(dispatch, ExpertDispatch)]
+        groups += [(group, "cp") for each in connected for group in each.sequence[:-1]]
+    groups += [(mesh.get_group(axis), axis) for axis in mesh.mesh_dim_names or ()]
+    if model.context is not None:
+        groups += [(group, "cp") for group in (model.context.ring, model.context.ulysses) if group is not None]
+    if experts is not None:
+        groups.append((dist.distributed_c10d._get_default_group(), "world"))  # see traffic.by_group
+    return {str(group.group_name): axis for group, axis in groups}
 
 
 def _skip_vote(schedule: Any) -> None:

@@ -30,8 +30,6 @@ from parallel.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from parallel.stages import split_layers, splits_backward, stages_of
 
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "communication", "activations", "loss")
-ACTIVE_STAGES = 3
-"""Stages of a rank whose weights torch's schedules keep gathered at a time: those that come next."""
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -303,7 +301,7 @@ class _Rank:
                 held -= self.kept[stage] + self.pending[stage]
                 gradients = gradients.made(stage)
 
-    def _standing(self, stage: int, held: int, made: Gradients) -> Memory:
+    def _standing(self, held: int, made: Gradients) -> Memory:
         """What is held whatever the moment: weights, state, gathered weights, and gradients of earlier microbatches."""
         if self.fsdp and not self.shares_each:
             late = {stage: self.late[stage] if self.compute != self.reduce else 0 for stage in made.fresh}
@@ -312,8 +310,7 @@ class _Rank:
             gradients = summed * self.reduce + sum(late.values()) * self.compute
         else:
             gradients = self.elements * self.master * made.any
-        others = sorted(whole for other, whole in self.whole.items() if other != stage)[1 - ACTIVE_STAGES :]
-        gathered = (self.whole[stage] + sum(others)) * self.compute if self.fsdp and self.once else 0
+        gathered = sum(self.whole.values()) * self.compute if self.fsdp and self.once else 0
         return replace(self.base, activations=held, gradients=gradients, gathered=gathered)
 
     def inputs(self, stage: int, held: int, made: Gradients) -> Iterator[Memory]:
@@ -321,12 +318,12 @@ class _Rank:
         if stage == self.last_stage:
             held -= loss_activations(self.config, self.layout).kept
         norm = 5 * self.size.precise * self.size.piece * self.size.hidden  # what its backward pass makes on the way
-        now = self._standing(stage, held + self.pending[stage] + norm, made)
+        now = self._standing(held + self.pending[stage] + norm, made)
         yield replace(now, moment="inputs, backward")
 
     def weights(self, stage: int, held: int, made: Gradients) -> Iterator[Memory]:
         """In the half that is for weights: their gradients beside all that they are made of."""
-        now = self._standing(stage, held, made)
+        now = self._standing(held, made)
         adds = self.compute == self.reduce and stage in made.whole | made.fresh  # to those that stand, one by one
         new = 0 if adds else self.whole[stage] * self.compute
         yield replace(now, moment="weights, backward", gradients=now.gradients + new)
@@ -334,7 +331,7 @@ class _Rank:
     def loss(self, stage: int, held: int, made: Gradients) -> Iterator[Memory]:
         """While logits exist, and while the gradients that were made of them are scaled."""
         loss, head = loss_activations(self.config, self.layout), self._ends(stage)[-1] * self.compute
-        now = self._standing(stage, held - loss.kept, made)
+        now = self._standing(held - loss.kept, made)
         first = replace(now, moment="loss, forward", loss=loss.kept + loss.forward)
         if self.fsdp and not self.once:
             first = replace(first, gathered=head)
@@ -347,7 +344,7 @@ class _Rank:
     def backward(self, stage: int, held: int, made: Gradients) -> Iterator[Memory]:
         """While a stage's last layer goes backward, then the one before it."""
         layers = [self._layer(layer) for layer in self.split[stage]]
-        now, last = self._standing(stage, held, made), stage == self.last_stage
+        now, last = self._standing(held, made), stage == self.last_stage
         # The gradient of the down projection stands when those of the block's activations do.
         shapes = layer_shapes(self.config.model, self.split[stage][-1])
         down = "mlp.down_proj.weight" if "mlp.down_proj.weight" in shapes else "mlp.experts.down_proj.weight"

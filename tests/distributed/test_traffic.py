@@ -9,7 +9,7 @@ import torch.distributed as dist
 from models.config import MoEConfig
 from parallel.expert import ExpertDispatch, mixtures
 from parallel.layout import Layout, resolve
-from parallel.plan.dry_run import Ledger
+from parallel.plan.dry_run import Ledger, group_axes
 from parallel.plan.expert_traffic import RoutedRows, exchange_bytes
 from parallel.plan.traffic import by_group, is_partial, split_dim, traffic
 from parallel.sharded import split_axes
@@ -41,15 +41,6 @@ def count(config: Any) -> dict[tuple[str, str], tuple[int, int]]:
 def count_routed(config: Any) -> tuple[dict[tuple[str, str], tuple[int, int]], RoutedRows]:
     """The same, and the rows that the step has routed."""
     model, batches = build(config)
-    axes = {model.mesh.get_group(axis).group_name: axis for axis in model.mesh.mesh_dim_names}
-    if model.expert_mesh is not None:
-        names = {"dp_replicate": "expert_replicate", "expert_dp": "expert_dp", "ep": "ep", "etp": "etp"}
-        axes |= {model.expert_mesh.get_group(axis).group_name: name for axis, name in names.items()}
-        # What an axis over all ranks sends goes by the group of all ranks.
-        axes |= {group.group_name: "cp" for group in _context_groups(model)}
-        axes[dist.group.WORLD.group_name] = "world"
-    if model.context is not None:
-        axes |= {group.group_name: "cp" for group in (model.context.ring, model.context.ulysses)}
     forward_backward(model, batches[0], 0)
     widths, received, plan = [], [], ExpertDispatch.plan
 
@@ -59,7 +50,7 @@ def count_routed(config: Any) -> tuple[dict[tuple[str, str], tuple[int, int]], R
         received.append(sum(made.route.receive))
         return made
 
-    with StrictLedger(axes) as ledger, patch.object(ExpertDispatch, "plan", noted):
+    with StrictLedger(group_axes(model)) as ledger, patch.object(ExpertDispatch, "plan", noted):
         forward_backward(model, batches[1], 1)
     counted = {key: (ledger.calls[key], ledger.sent[key]) for key in ledger.calls}
     if model.routing is None:
@@ -69,11 +60,6 @@ def count_routed(config: Any) -> tuple[dict[tuple[str, str], tuple[int, int]], R
     # Passes that are repeated route as the first.
     gathered, came = (sum(rows) * passes // max(len(rows), 1) for rows in (widths, received))
     return counted, RoutedRows(int(notes[..., -1].sum()), came, gathered * model.layout.etp)
-
-
-def _context_groups(model: Any) -> list[Any]:
-    blocks = mixtures(model.decoder)
-    return list(blocks[0].dispatch.groups.sequence[:-1]) if blocks else []
 
 
 def placements(config: Any) -> dict[str, Any]:
@@ -106,6 +92,7 @@ CASES = [
     *[(4, settings("1f1b", 2, 1, 3, dp=2, zero=zero)) for zero in (0, 1, 2, 3)],
     *[(4, settings(name, 2, 2, 4, dp=2, zero=3)) for name in ("interleaved_1f1b", "zbv_zero_bubble", "dualpipe_v")],
     (4, settings("interleaved_1f1b", 2, 2, 4, dp=2, zero=2, model={"tie_word_embeddings": True})),
+    *[(4, settings("interleaved_1f1b", 2, 4, 8, dp=2, zero=zero)) for zero in (1, 3)],  # torch keeps three stages
     (8, settings("1f1b", 2, 1, 4, dp=2, zero=3, tp=2, sequence_parallel=True, loss_parallel=True, recompute="full:2")),
 ]
 

@@ -16,7 +16,7 @@ from parallel.plan.repair import changed, world_after
 from parallel.plan.rules.fit import needed
 from parallel.plan.validate import errors, validate
 from recipes.locks import all_differences, compose_recipe, recipes, under_lock
-from recipes.plan_dry_run import corners, run
+from recipes.plan_dry_run import corners, expected_traffic, run
 from tests.recipes.commands import ROOT
 from tests.recipes.commands import run as command
 from tests.small import config
@@ -63,6 +63,7 @@ def test_given_a_large_recipe_when_a_corner_is_dry_run_at_its_world_size_then_it
     done = run(short, layout, rank)
     stage = plan.stages[done.coordinates["pp"]]
     assert stage.memory.total == pytest.approx(done.total, rel=0.03)
+    assert sorted(done.traffic, key=str) == sorted(expected_traffic(done, short, layout), key=str)
     assert needed(stage.memory) < DEVICES[made.cluster.device].memory_bytes
 
 
