@@ -49,11 +49,10 @@ class DecoderLayer(nn.Module):
         routing: RoutingStep | None = None,
     ) -> Tensor:
         """(batch, seq, hidden) to (batch, seq, hidden)."""
-        attention = self.self_attn(self.input_layernorm(x), rotary, mask, cache)
-        x = x + self.attention_dropout(attention, dropout_key)
         told = (dropout_key, routing) if isinstance(self.mlp, MixtureOfExperts) else ()
-        feed_forward = self.mlp(self.post_attention_layernorm(x), *told)
-        return x + self.mlp_dropout(feed_forward, dropout_key)
+        # No names for the blocks' results: they would be held while the next one works.
+        x = x + self.attention_dropout(self.self_attn(self.input_layernorm(x), rotary, mask, cache), dropout_key)
+        return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x), *told), dropout_key)
 
 
 class OutputLayer(nn.Linear):

@@ -105,10 +105,12 @@ def mixture_rows(config: Config, layout: Layout) -> int:
 
 
 def exchange_buffers(config: Config, layout: Layout) -> int:
-    """Where all mixtures of a rank lay out what they send and receive, made once and used again and again."""
-    if config.model.moe.num_experts == 0 or layout.ep == 1:
+    """Where all mixtures of a rank lay out what they send, receive and gather over etp, made once and used again."""
+    if config.model.moe.num_experts == 0:
         return 0
-    return 2 * BYTES[config.precision.compute] * mixture_rows(config, layout) * config.model.hidden_size
+    rows = mixture_rows(config, layout)
+    rows = 2 * rows // layout.etp + (rows if layout.etp > 1 else 0)
+    return BYTES[config.precision.compute] * rows * config.model.hidden_size
 
 
 def mixture_kept(config: Config, layout: Layout, size: Sizes) -> int:
@@ -127,14 +129,17 @@ def mixture_kept(config: Config, layout: Layout, size: Sizes) -> int:
     return kept
 
 
-def mixture_temporary(config: Config, layout: Layout, size: Sizes) -> int:
-    """What its backward pass makes on the way: gradients of what came back from experts, or of their gate and up, when
-    what came back has been let go.
+def mixture_temporary(config: Config, layout: Layout, size: Sizes, recomputed: bool) -> int:
+    """What its backward pass makes on the way: gradients of what came back from experts, twice; or those of their gate
+    and up, when what came back has been let go; or, where it is worked out again, what it holds before that comes back:
+    results of experts (and of each, where they have rows of their own number) and two hidden states.
     """
     moe, c = config.model.moe, size.compute
-    inside = 2 * c * mixture_rows(config, layout) * moe.intermediate_size // layout.etp
+    rows = mixture_rows(config, layout)
     back = c * own_tokens(config, layout) * moe.num_experts_per_tok * size.hidden
-    return max(inside - back, back + 2 * size.stream)
+    inside = 2 * c * rows * moe.intermediate_size // layout.etp
+    again = (1 if moe.capacity_factor is not None else 2) * c * rows * size.hidden + 2 * size.stream
+    return max(2 * back, inside - back, again - back if recomputed else 0)
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,8 @@ class LayerActivations:
     """What its backward pass first works out once more, beside what was kept."""
     temporary: int
     """The most that its backward pass needs beside all of that: gradients of activations."""
+    at_experts: int = 0
+    """What it needs when it comes to its experts, and their weights are gathered."""
 
 
 def layer_activations(config: Config, layout: Layout, layer: int) -> LayerActivations:
@@ -156,26 +163,37 @@ def layer_activations(config: Config, layout: Layout, layer: int) -> LayerActiva
     attention = attention_kept(model, size)
     feed_forward = mixture_kept(config, layout, size) if mixture else feed_forward_kept(size)
     dropout = 2 * size.stream if model.dropout else 0
-    # The two norms, and their results: inputs of the blocks, kept unless a gathered copy stands in for them.
-    norms, inputs = 2 * norm_kept(size) + dropout, 0 if size.gathers else 2 * size.stream
-    everything = norms + inputs + attention + feed_forward
-    temporary = mixture_temporary(config, layout, size) if mixture else 2 * size.compute * size.tokens * size.inner
-    temporary += size.stream
-    temporary += size.whole_stream if size.gathers else 0
+    norms = 2 * norm_kept(size) + dropout
+    # Their results, inputs of the blocks: a gathered copy may stand in for them, and experts keep rows of their own.
+    attention_input = 0 if size.gathers else size.stream
+    block_input = 0 if size.gathers or (mixture and not model.moe.shared_intermediate_size) else size.stream
+    everything = norms + attention_input + attention + block_input + feed_forward
     interval = recompute_interval(mode)
-    if interval is not None and layer % interval == 0:
-        return LayerActivations(size.stream, everything - size.stream, temporary + size.stream)
+    recomputed = interval is not None and layer % interval == 0
+    inner = size.compute * size.tokens * size.inner
+    at_experts = 0
+    if mixture:
+        temporary = mixture_temporary(config, layout, size, recomputed)
+        rows, tokens = mixture_rows(config, layout), own_tokens(config, layout)
+        at_experts = size.stream + size.compute * (rows - tokens * model.moe.num_experts_per_tok) * size.hidden
+    else:  # gradients of gate and up, or of their product beside that of the block's result
+        temporary = inner + max(inner, size.whole_stream if size.gathers else 0)
+    temporary += size.stream
+    if recomputed:
+        # Where the norm works in other numbers, everything is beside the layer's input.
+        shared = size.stream if size.compute == size.precise else 0
+        return LayerActivations(size.stream, everything - shared, temporary, at_experts)
     if mode == "selective:attention":
-        kept = norms + feed_forward + (size.stream if size.gathers else inputs)
-        return LayerActivations(kept, 0, temporary)
+        kept = norms + size.stream + block_input + feed_forward
+        return LayerActivations(kept, 0, temporary, at_experts)
     if mode == "selective:mlp":
-        kept = norms + attention + (size.stream if size.gathers else inputs)
-        return LayerActivations(kept, feed_forward, temporary)
+        kept = norms + attention_input + attention + size.stream
+        return LayerActivations(kept, feed_forward, temporary, at_experts)
     if mode == "selective:ops":
         products = size.compute * size.tokens * (2 * size.query + 2 * size.key_value + 2 * size.hidden + 2 * size.inner)
         kept = size.stream + products + size.precise * size.tokens * size.heads
-        return LayerActivations(kept, everything - kept, temporary)
-    return LayerActivations(everything, 0, temporary)
+        return LayerActivations(kept, everything - kept, temporary, at_experts)
+    return LayerActivations(everything, 0, temporary, at_experts)
 
 
 def between_halves(config: Config, layout: Layout, layer: int) -> int:

@@ -123,6 +123,8 @@ class MemoryLedger(TorchDispatchMode):
         self._decoder = decoder
         self._hooked: set[int] = set()
         self._in_loss = False
+        self._reduces = False
+        """Whether FSDP2 has laid out gradients to reduce them."""
         self._shadow = False
         """Whether DTensor is asking what shape the whole of a result would have: nothing that a rank holds."""
 
@@ -139,11 +141,10 @@ class MemoryLedger(TorchDispatchMode):
             self._mark(kwargs["out"], "communication")
         elif name == "fsdp::all_gather_copy_in":
             self._mark(args[1], "communication")
-        kind = None
-        if name == "c10d::_reduce_scatter_base_" and args[0].dim() == 1:  # FSDP2's buffers are flat
-            self._mark(args[0], "gradients")
-        if name in ("aten::_to_copy", "aten::add.Tensor") and self._kind(args[0]) == "gradients":
-            kind = "gradients"
+        copied = name in ("aten::_to_copy", "aten::add.Tensor") and self._kind(args[0]) == "gradients"
+        reduced = self._reduces and name == "aten::empty.memory_format"  # where FSDP2 puts what it has reduced
+        kind = "gradients" if copied or reduced else None
+        self._reduces = name == "fsdp::chunk_cat" or (self._reduces and not reduced)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._see(tensor, kind or ("loss" if self._in_loss else "activations"))

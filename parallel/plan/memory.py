@@ -57,6 +57,10 @@ class Memory:
         return sum(getattr(self, kind) for kind in KINDS)
 
 
+def _experts(shapes: Shapes) -> Shapes:
+    return {name: shape for name, shape in shapes.items() if is_expert(name)}
+
+
 def sharded(config: Config, layout: Layout) -> bool:
     """Whether FSDP2 manages the weights (parallel/step.py): with data ranks, or computing in another type."""
     return layout.dp * layout.cp > 1 or config.precision.compute != config.precision.master
@@ -213,6 +217,9 @@ class _Rank:
         padded = for_each_layer(config.model, lambda layer: self._padded(layer_shapes(config.model, layer)))
         self.layers = {layer: padded[layer] for layer in layers}
         self.layer = max(self.layers.values())
+        self.experts = {layer: self._padded(_experts(layer_shapes(config.model, layer))) for layer in layers}
+        """Of each layer's elements those of its experts, which are a group of their own."""
+        self.expert_shards = layout.expert_dp if parallelism.zero else 1
         self._alike: dict[tuple[bool, bool], LayerActivations] = {}
         self.whole = {stage: self._stage_elements(stage) for stage in self.stages}
         ends = {stage: sum(self._ends(stage)) for stage in self.stages}
@@ -223,9 +230,11 @@ class _Rank:
         self.kept = {stage: self._stage_kept(stage) for stage in self.stages}
         self.pending = {stage: self._stage_pending(stage) if self.splits_backward else 0 for stage in self.stages}
         self.actions = self._order()[place["pp"]] if self.pipeline else self._plain()
-        messages = 4 if self.splits_backward and self.last_stage in self.stages else 2
-        self.buffers = messages * self.size.stream * self.pipeline + exchange_buffers(config, layout)
-        """What a pipeline has under way, as seen in dry runs and not derived, and what experts' exchange has."""
+        messages = int(self.stages[-1] > 0)  # a gradient that is on its way to the stage before
+        if self.splits_backward:  # as seen in dry runs, not derived
+            messages = 4 if self.last_stage in self.stages else 2
+        self.buffers = messages * self.size.stream + exchange_buffers(config, layout)
+        """What a pipeline has under way, and what experts' exchange has."""
 
     def _order(self) -> list[list[Action]]:
         """The schedule, of as many microbatches as show its peak: but for gpipe, a steady state holds no more."""
@@ -259,14 +268,13 @@ class _Rank:
     def _stage_kept(self, stage: int) -> int:
         layers = sum(self._layer(layer).kept for layer in self.split[stage])
         loss = loss_activations(self.config, self.layout).kept if stage == self.last_stage else 0
-        # A stage's input is kept, if not by its first layer then beside it; and by all schedules but 1F1B its output.
+        # A stage's input is kept, if not by its first layer then beside it, and its output.
         mode, first = self.config.parallelism.recompute, self.split[stage][0]
         interval = recompute_interval(mode)
         by_layer = mode == "selective:ops" or (interval is not None and first % interval == 0)
         by_layer |= self.size.compute == self.size.precise
         received = self.size.stream * (stage > 0 and not by_layer)
-        sends_late = self.config.parallelism.pp_schedule != "1f1b" and self.pipeline
-        sent = self.size.stream * (sends_late and stage != self.last_stage)
+        sent = self.size.stream * (stage != self.last_stage)
         return layers + loss + received + sent + shared_kept(self.size)
 
     def _stage_pending(self, stage: int) -> int:
@@ -342,35 +350,61 @@ class _Rank:
         yield replace(second, communication=0 if self.once else self.layer * self.compute * self.fsdp)
 
     def backward(self, stage: int, held: int, made: Gradients) -> Iterator[Memory]:
-        """While a stage's last layer goes backward, then the one before it."""
-        layers = [self._layer(layer) for layer in self.split[stage]]
-        now, last = self._standing(held, made), stage == self.last_stage
+        """While a stage's last layer goes backward, then the one before it, and at the end the first."""
+        mine, last = self.split[stage], stage == self.last_stage
+        layers = [self._layer(layer) for layer in mine]
+        now = self._standing(held, made)
         # The gradient of the down projection stands when those of the block's activations do.
-        shapes = layer_shapes(self.config.model, self.split[stage][-1])
+        shapes = layer_shapes(self.config.model, mine[-1])
         down = "mlp.down_proj.weight" if "mlp.down_proj.weight" in shapes else "mlp.experts.down_proj.weight"
         block = _padded(down, shapes[down], self.config, self.layout, 1)
         now = replace(now, gradients=now.gradients + block * self.compute * self.fsdp)
-        if self.fsdp and not self.once:
-            now = replace(now, gathered=self.layer * self.compute, communication=self.layer * self.compute)
         reduces = self.fsdp and (self.shares_each or self.microbatches == 1) and not self.splits_backward
-        sent = self._ends(stage)[-1] * self.reduce if reduces and last else 0
         if last:
             held -= loss_activations(self.config, self.layout).kept
-        yield replace(
-            now,
-            moment="last layer, backward",
-            activations=held + layers[-1].again + layers[-1].temporary,
-            communication=now.communication + sent,
-        )
-        if len(layers) > 1:
-            waiting = held - layers[-1].kept + layers[-2].again + layers[-2].temporary
-            now = replace(now, moment="next layer, backward", activations=waiting)
-            if reduces:
-                yield replace(now, communication=now.communication + self.layer * self.reduce)
-            elif not made.any:
-                yield replace(
-                    now, gradients=now.gradients + self.layer * (self.reduce if self.microbatches > 1 else self.compute)
+        for position in sorted({len(mine) - 1, len(mine) - 2, 0} - {-1}, reverse=True):
+            layer, after = layers[position], mine[position + 1 :]
+            waiting = held - sum(layer.kept for layer in layers[position + 1 :]) + layer.again + layer.temporary
+            here = replace(now, moment="last layer, backward", activations=waiting)
+            if self.fsdp and not self.once:
+                gathered, ahead = self.layers[mine[position]], self._ahead(stage, position)
+                here = replace(here, gathered=gathered * self.compute, communication=ahead * self.compute)
+            sent = self._ends(stage)[-1] if last else 0
+            if after:
+                name = "next layer, backward" if position else "first layer, backward"
+                received = self.size.stream * (self.pipeline and not last)  # the schedule holds on to it
+                here, sent = (
+                    replace(here, moment=name, activations=waiting + received),
+                    self.layers[after[0]] - self.experts[after[0]],
                 )
+            if reduces:
+                here = replace(here, communication=here.communication + sent * self.reduce)
+            elif after and not made.any:
+                new = sum(self.layers[layer] for layer in after) * (
+                    self.reduce if self.microbatches > 1 else self.compute
+                )
+                here = replace(here, gradients=here.gradients + new)
+            yield here
+            experts = self.experts[mine[position]] * self.compute
+            if experts and self.expert_shards > 1 and self.fsdp and not self.once:
+                # They are not split along the first dimension, so that FSDP2 needs as much again to lay them out.
+                entering = waiting - layer.temporary + layer.at_experts + experts
+                yield replace(
+                    here,
+                    moment=here.moment.replace("layer", "layer's experts"),
+                    gradients=here.gradients - block * self.compute,
+                    activations=here.activations - waiting + entering,
+                    communication=here.communication + experts,
+                )
+
+    def _ahead(self, stage: int, position: int) -> int:
+        """What FSDP2 gathers while a layer of a stage goes backward: what comes before it, in the order of use."""
+        if position == 0:
+            return self._ends(stage)[0] if stage == 0 else 0
+        before = self.split[stage][position - 1]
+        if self.experts[before] and self.pipeline:
+            return self.experts[before] if self.expert_shards > 1 else 0
+        return self.layers[before] - self.experts[before]
 
     def clipping(self) -> Memory:
         """All gradients are there, and the square of the largest."""
