@@ -85,6 +85,8 @@ class Peak:
         whole = sum(held_parameters(config, replace(layout, dp_shard=1, dp_replicate=1, cp=1), place).values())
         data_ranks = layout.dp * layout.cp if config.parallelism.zero else 1
         for memory in moments(config, layout, place):
+            if "norm" in memory.moment:  # theirs are fused kernels, which make little on the way
+                continue
             if system.per_weight is not None:
                 states = whole * system.per_weight + whole * system.per_shared_weight / data_ranks
                 gathers = config.parallelism.zero == 3

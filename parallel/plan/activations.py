@@ -81,6 +81,16 @@ def norm_kept(size: Sizes, channels: int | None = None, tokens: int | None = Non
     return tokens * (channels * (size.precise + size.compute) + rows * size.precise)
 
 
+def norm_backward(size: Sizes) -> int:
+    """What RMSNorm's backward pass makes on the way: five times its input in precise numbers, as seen in dry runs."""
+    return 5 * size.precise * size.piece * size.hidden
+
+
+def dropout_temporary(size: Sizes) -> int:
+    """Eleven words of 64 bits for every four elements while a mask is drawn (models/random.py), as seen in dry runs."""
+    return 11 * 8 * size.piece * size.hidden // 4
+
+
 def attention_kept(model: ModelConfig, size: Sizes) -> int:
     """Inside the attention block: its input gathered, rotated queries and keys, values, the result, its log-sum-exp."""
     c, tokens = size.compute, size.tokens
@@ -130,14 +140,15 @@ def mixture_kept(config: Config, layout: Layout, size: Sizes) -> int:
 
 
 def mixture_temporary(config: Config, layout: Layout, size: Sizes, recomputed: bool) -> int:
-    """What its backward pass makes on the way: gradients of what came back from experts, twice; or those of their gate
-    and up, when what came back has been let go; or, where it is worked out again, what it holds before that comes back:
-    results of experts (and of each, where they have rows of their own number) and two hidden states.
+    """What its backward pass makes on the way: gradients of what came back from experts, twice; or, once that has been
+    let go, those of experts' gate and up, or gate and results. Where it is worked out again it holds, before anything
+    comes back, results of experts (and of each, where they have rows of their own number) and two hidden states.
     """
     moe, c = config.model.moe, size.compute
     rows = mixture_rows(config, layout)
     back = c * own_tokens(config, layout) * moe.num_experts_per_tok * size.hidden
-    inside = 2 * c * rows * moe.intermediate_size // layout.etp
+    inner = moe.intermediate_size // layout.etp
+    inside = c * rows * (inner + max(inner, size.hidden))
     again = (1 if moe.capacity_factor is not None else 2) * c * rows * size.hidden + 2 * size.stream
     return max(2 * back, inside - back, again - back if recomputed else 0)
 
@@ -152,6 +163,8 @@ class LayerActivations:
     """What its backward pass first works out once more, beside what was kept."""
     temporary: int
     """The most that its backward pass needs beside all of that: gradients of activations."""
+    at_norm: int
+    """What it needs (which may be less than nothing) once the block's own results are let go, in the norm before it."""
     at_experts: int = 0
     """What it needs when it comes to its experts, and their weights are gathered."""
 
@@ -166,7 +179,10 @@ def layer_activations(config: Config, layout: Layout, layer: int) -> LayerActiva
     norms = 2 * norm_kept(size) + dropout
     # Their results, inputs of the blocks: a gathered copy may stand in for them, and experts keep rows of their own.
     attention_input = 0 if size.gathers else size.stream
-    block_input = 0 if size.gathers or (mixture and not model.moe.shared_intermediate_size) else size.stream
+    own_rows = mixture and (
+        model.moe.shared_intermediate_size == 0 or (size.compute == size.precise and layout.tp == 1)
+    )
+    block_input = 0 if size.gathers or own_rows else size.stream
     everything = norms + attention_input + attention + block_input + feed_forward
     interval = recompute_interval(mode)
     recomputed = interval is not None and layer % interval == 0
@@ -179,21 +195,27 @@ def layer_activations(config: Config, layout: Layout, layer: int) -> LayerActiva
     else:  # gradients of gate and up, or of their product beside that of the block's result
         temporary = inner + max(inner, size.whole_stream if size.gathers else 0)
     temporary += size.stream
+    at_norm = norm_backward(size) + size.stream - feed_forward - block_input
     if recomputed:
+        if model.dropout:
+            temporary = max(temporary, dropout_temporary(size) + 2 * size.stream)
         # Where the norm works in other numbers, everything is beside the layer's input.
         shared = size.stream if size.compute == size.precise else 0
-        return LayerActivations(size.stream, everything - shared, temporary, at_experts)
+        return LayerActivations(size.stream, everything - shared, temporary, at_norm, at_experts)
     if mode == "selective:attention":
-        kept = norms + size.stream + block_input + feed_forward
-        return LayerActivations(kept, 0, temporary, at_experts)
+        # The block keeps what it is given, after it has been gathered.
+        kept = norms + (size.whole_stream if size.gathers else size.stream) + block_input + feed_forward
+        return LayerActivations(kept, 0, temporary, at_norm, at_experts)
     if mode == "selective:mlp":
-        kept = norms + attention_input + attention + size.stream
-        return LayerActivations(kept, feed_forward, temporary, at_experts)
+        given = size.whole_stream if size.gathers and not mixture else size.stream
+        kept = norms + attention_input + attention + given
+        again = feed_forward + block_input - given
+        return LayerActivations(kept, again, temporary, at_norm, at_experts)
     if mode == "selective:ops":
         products = size.compute * size.tokens * (2 * size.query + 2 * size.key_value + 2 * size.hidden + 2 * size.inner)
         kept = size.stream + products + size.precise * size.tokens * size.heads
-        return LayerActivations(kept, everything - kept, temporary, at_experts)
-    return LayerActivations(everything, 0, temporary, at_experts)
+        return LayerActivations(kept, everything - kept, temporary, at_norm, at_experts)
+    return LayerActivations(everything, 0, temporary, at_norm, at_experts)
 
 
 def between_halves(config: Config, layout: Layout, layer: int) -> int:

@@ -106,7 +106,9 @@ def mixture_traffic(config: Config, layout: Layout, mixtures: list[int], rows: R
     add("etp", "reduce_scatter", rows.gathered * size / forward, passes + forward)
     if not config.parallelism.sequence_parallel:
         pieces = -(-data.micro_batch * data.seq_len // (layout.cp * layout.tp)) * layout.tp
-        add("tp", "all_gather", pieces * size, forward * (2 + counting))
+        # Results are put together once more where dropout comes after them.
+        joined = again if config.model.dropout and config.parallelism.recompute != "selective:mlp" else 0
+        add("tp", "all_gather", pieces * size, forward * (2 + counting) + joined)
     if moe.balance_loss:
         balanced = forward + again
         if moe.balance_scope == BalanceScope.global_batch and not counting:

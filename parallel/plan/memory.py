@@ -19,9 +19,11 @@ from parallel.order import order
 from parallel.plan.activations import (
     LayerActivations,
     between_halves,
+    dropout_temporary,
     exchange_buffers,
     layer_activations,
     loss_activations,
+    norm_backward,
     shared_kept,
     sizes,
 )
@@ -148,7 +150,7 @@ def moments(config: Config, layout: Layout, place: dict[str, int]) -> Iterator[M
     most: dict[tuple[str, int, Gradients], int] = {}
     for moment, stage, held, made in rank.walk():
         most[moment, stage, made] = max(most.get((moment, stage, made), 0), held)
-    needed = {FORWARD: rank.loss, BACKWARD: rank.backward, INPUT: rank.inputs, WEIGHT: rank.weights}
+    needed = {FORWARD: rank.forward, BACKWARD: rank.backward, INPUT: rank.inputs, WEIGHT: rank.weights}
     for (moment, stage, made), held in most.items():
         yield from needed[moment](stage, held, made)
     yield rank.clipping()
@@ -275,7 +277,8 @@ class _Rank:
         by_layer |= self.size.compute == self.size.precise
         received = self.size.stream * (stage > 0 and not by_layer)
         sent = self.size.stream * (stage != self.last_stage)
-        return layers + loss + received + sent + shared_kept(self.size)
+        dropped = self.size.stream * (stage == 0 and self.config.model.dropout > 0)  # the mask after the embedding
+        return layers + loss + received + sent + dropped + shared_kept(self.size)
 
     def _stage_pending(self, stage: int) -> int:
         """Between the halves of a split backward pass; what is sent to the stage before is under way meanwhile."""
@@ -294,8 +297,7 @@ class _Rank:
             kind = BACKWARD if stage == 0 and action.kind == WEIGHT else action.kind
             if kind == FORWARD:
                 held += self.kept[stage]
-                if stage == self.last_stage:
-                    yield FORWARD, stage, held, gradients
+                yield FORWARD, stage, held, gradients
             elif kind == BACKWARD:
                 yield BACKWARD, stage, held, gradients
                 held -= self.kept[stage]
@@ -325,8 +327,7 @@ class _Rank:
         """At the end of the half of a backward pass that is for inputs: nothing of the forward pass is let go yet."""
         if stage == self.last_stage:
             held -= loss_activations(self.config, self.layout).kept
-        norm = 5 * self.size.precise * self.size.piece * self.size.hidden  # what its backward pass makes on the way
-        now = self._standing(held + self.pending[stage] + norm, made)
+        now = self._standing(held + self.pending[stage] + norm_backward(self.size), made)
         yield replace(now, moment="inputs, backward")
 
     def weights(self, stage: int, held: int, made: Gradients) -> Iterator[Memory]:
@@ -336,8 +337,13 @@ class _Rank:
         new = 0 if adds else self.whole[stage] * self.compute
         yield replace(now, moment="weights, backward", gradients=now.gradients + new)
 
-    def loss(self, stage: int, held: int, made: Gradients) -> Iterator[Memory]:
-        """While logits exist, and while the gradients that were made of them are scaled."""
+    def forward(self, stage: int, held: int, made: Gradients) -> Iterator[Memory]:
+        """While dropout draws a mask, while logits exist, and while the gradients that were made of them are scaled."""
+        if self.config.model.dropout:
+            dropping = held + dropout_temporary(self.size) + 2 * self.size.stream
+            yield replace(self._standing(dropping, made), moment="dropout, forward")
+        if stage != self.last_stage:
+            return
         loss, head = loss_activations(self.config, self.layout), self._ends(stage)[-1] * self.compute
         now = self._standing(held - loss.kept, made)
         first = replace(now, moment="loss, forward", loss=loss.kept + loss.forward)
@@ -354,48 +360,60 @@ class _Rank:
         mine, last = self.split[stage], stage == self.last_stage
         layers = [self._layer(layer) for layer in mine]
         now = self._standing(held, made)
-        # The gradient of the down projection stands when those of the block's activations do.
-        shapes = layer_shapes(self.config.model, mine[-1])
-        down = "mlp.down_proj.weight" if "mlp.down_proj.weight" in shapes else "mlp.experts.down_proj.weight"
-        block = _padded(down, shapes[down], self.config, self.layout, 1)
-        now = replace(now, gradients=now.gradients + block * self.compute * self.fsdp)
         reduces = self.fsdp and (self.shares_each or self.microbatches == 1) and not self.splits_backward
         if last:
             held -= loss_activations(self.config, self.layout).kept
         for position in sorted({len(mine) - 1, len(mine) - 2, 0} - {-1}, reverse=True):
-            layer, after = layers[position], mine[position + 1 :]
-            waiting = held - sum(layer.kept for layer in layers[position + 1 :]) + layer.again + layer.temporary
+            after = mine[position + 1 :]
+            waiting = held - sum(layer.kept for layer in layers[position + 1 :]) + layers[position].again
             here = replace(now, moment="last layer, backward", activations=waiting)
             if self.fsdp and not self.once:
                 gathered, ahead = self.layers[mine[position]], self._ahead(stage, position)
                 here = replace(here, gathered=gathered * self.compute, communication=ahead * self.compute)
             sent = self._ends(stage)[-1] if last else 0
             if after:
-                name = "next layer, backward" if position else "first layer, backward"
                 received = self.size.stream * (self.pipeline and not last)  # the schedule holds on to it
-                here, sent = (
-                    replace(here, moment=name, activations=waiting + received),
-                    self.layers[after[0]] - self.experts[after[0]],
-                )
-            if reduces:
-                here = replace(here, communication=here.communication + sent * self.reduce)
-            elif after and not made.any:
-                new = sum(self.layers[layer] for layer in after) * (
-                    self.reduce if self.microbatches > 1 else self.compute
-                )
-                here = replace(here, gradients=here.gradients + new)
-            yield here
-            experts = self.experts[mine[position]] * self.compute
-            if experts and self.expert_shards > 1 and self.fsdp and not self.once:
-                # They are not split along the first dimension, so that FSDP2 needs as much again to lay them out.
-                entering = waiting - layer.temporary + layer.at_experts + experts
-                yield replace(
-                    here,
-                    moment=here.moment.replace("layer", "layer's experts"),
-                    gradients=here.gradients - block * self.compute,
-                    activations=here.activations - waiting + entering,
-                    communication=here.communication + experts,
-                )
+                name = "next layer, backward" if position else "first layer, backward"
+                here = replace(here, moment=name, activations=waiting + received)
+                sent = self.layers[after[0]] - self.experts[after[0]]
+            if not reduces and after and not made.any:
+                of = self.reduce if self.microbatches > 1 else self.compute
+                here = replace(here, gradients=here.gradients + sum(self.layers[layer] for layer in after) * of)
+            yield from self._inside_layer(mine[position], layers[position], here, reduces, sent * self.reduce * reduces)
+
+    def _inside_layer(
+        self, layer: int, needs: LayerActivations, now: Memory, reduces: bool, sent: int
+    ) -> Iterator[Memory]:
+        """While the block goes backward, while its experts are gathered and reduced, and in the norm before the block.
+
+        `sent` is the buffer of the reduction before, which is let go when the next one begins.
+        """
+        # The gradient of the down projection stands when those of the block's activations do.
+        shapes, dense = layer_shapes(self.config.model, layer), not self.experts[layer]
+        down = "mlp.down_proj.weight" if dense else "mlp.experts.down_proj.weight"
+        block = _padded(down, shapes[down], self.config, self.layout, 1) * self.compute * self.fsdp
+        before = replace(now, communication=now.communication + sent)
+        yield replace(before, gradients=now.gradients + block, activations=now.activations + needs.temporary)
+        moment = now.moment.replace("layer", "layer's norm")
+        norm = replace(before, moment=moment, activations=now.activations + needs.at_norm)
+        if dense:
+            yield replace(norm, gradients=now.gradients + 3 * block)
+            return
+        experts, split = self.experts[layer], self.expert_shards > 1
+        # They are not split along the first dimension, so that FSDP2 needs as much again to lay them out.
+        laid_out, name = experts * self.compute * split, now.moment.replace("layer", "layer's experts")
+        if reduces:
+            norm = replace(norm, communication=now.communication + experts * self.reduce)
+            left = needs.at_norm - norm_backward(self.size) + self.size.stream + laid_out
+            yield replace(norm, moment=name, gradients=now.gradients + block, activations=now.activations + left)
+        yield norm
+        if split and self.fsdp and not self.once:
+            yield replace(
+                before,
+                moment=name,
+                activations=now.activations + needs.at_experts + laid_out,
+                communication=before.communication + experts * self.compute,
+            )
 
     def _ahead(self, stage: int, position: int) -> int:
         """What FSDP2 gathers while a layer of a stage goes backward: what comes before it, in the order of use."""

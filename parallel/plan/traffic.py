@@ -183,12 +183,14 @@ def _tensor_parallel(config: Config, layout: Layout, part: Part, microbatches: i
     shared = len(mixtures) if model.moe.shared_intermediate_size else 0
     blocks = 2 * len(part.layers) - len(mixtures) + shared
     crossings = (2 * blocks + part.first + part.last) * microbatches
-    # A recomputed layer makes its way once more up to the last result that is needed: all but the feed-forward's sum.
+    # A recomputed layer makes its way once more up to the last result that is needed: all but the feed-forward's sum,
+    # unless dropout comes after it.
     again = _recomputed(config, part.layers)
     mixed = recomputed_mixtures(config, mixtures)
     shared_again = len(mixed) if shared else 0
     entered = (2 * len(again) - len([layer for layer in again if layer in mixed]) + shared_again) * microbatches
-    left = (len(again) + shared_again) * microbatches
+    summed = len([layer for layer in again if layer not in mixed]) if model.dropout else 0
+    left = (len(again) + shared_again + summed) * microbatches
     if must_count(config, layout):  # a forward pass more, without the output layer
         entered += blocks * microbatches
         left += (blocks + part.first) * microbatches

@@ -23,6 +23,8 @@ CASES = [
     (4, "zero=0 recompute=selective:mlp", "precision=fp64 optimizer=sgd optimizer.momentum=0.9"),
     (8, f"zero=3 {SPLIT}", "model.tie_word_embeddings=true"),
     (8, f"zero=1 {SPLIT} dp_replicate=2", "model.qk_norm=true model.dropout=0.1"),
+    (8, f"zero=1 {SPLIT} recompute=full:2", "model.dropout=0.1"),
+    (8, "zero=1 tp=2 ep=2 recompute=full", "model=tiny_moe model.dropout=0.1"),
     (16, f"zero=1 pp=4 {SPLIT}", ""),
     (16, f"zero=3 pp=4 {SPLIT} recompute=full", ""),
     (8, f"zero=1 pp=4 {SPLIT} pp_schedule=gpipe", ""),
