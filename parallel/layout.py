@@ -37,6 +37,11 @@ class Layout:
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
+    def split(self) -> dict[str, int]:
+        """The axes along which anything is split, and their sizes; ep and etp are among the others' ranks."""
+        return {axis: getattr(self, axis) for axis in (*AXES, "ep", "etp") if getattr(self, axis) > 1}
+
+    @property
     def dp(self) -> int:
         """How many data ranks there are: each reads its own part of every step's batch."""
         return self.dp_replicate * self.dp_shard

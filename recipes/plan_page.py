@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from html import escape
 
-from parallel.layout import AXES
 from parallel.plan.plan import Plan
 from parallel.plan.rules.fit import RESERVED_BYTES, SLACK
 from recipes import plan_pictures
@@ -46,7 +45,7 @@ def page(plan: Plan) -> str:
 
 def _body(plan: Plan) -> Iterator[str]:
     config, layout = plan.config, plan.layout
-    split = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1) or "one rank"
+    split = " · ".join(f"{axis} {size}" for axis, size in layout.split.items()) or "one rank"
     yield f"<h1>{escape(config.recipe.name)}</h1>"
     yield (
         f"<p>{escape(config.model.name)}, {plan.parameters / 1e9:,.1f} billion parameters, {config.precision.name}, on "

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from parallel.layout import AXES
 from parallel.plan.memory import KINDS
 from parallel.plan.plan import RESERVED_BYTES, SLACK, Plan, Stage
 
@@ -16,7 +15,7 @@ def text(plan: Plan) -> str:
 
 def _run(plan: Plan) -> Iterator[str]:
     config, layout = plan.config, plan.layout
-    split = " · ".join(f"{axis} {getattr(layout, axis)}" for axis in (*AXES, "ep", "etp") if getattr(layout, axis) > 1)
+    split = " · ".join(f"{axis} {size}" for axis, size in layout.split.items())
     cluster = config.cluster
     yield f"{config.recipe.name}: {config.model.name}, {plan.parameters:,} parameters, {config.precision.name}"
     yield (

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from models.errors import ConfigError
 from parallel.config import Config
 from parallel.files import write_whole
-from parallel.layout import AXES, Layout, resolve, world_size
+from parallel.layout import Layout, resolve, world_size
 from parallel.plan.plan import as_json, make_plan
 from parallel.plan.problems import refuse
 from parallel.plan.validate import validate
@@ -199,7 +199,7 @@ def describe(config: Config, layout: Layout, on_gpu: bool) -> str:
     from models.counts import active_parameter_count, parameter_count
     from parallel.plan.timeline import expected_bubble
 
-    sizes = [f"{axis} {getattr(layout, axis)}" for axis in (*AXES, "ep", "etp") if getattr(layout, axis) > 1]
+    sizes = [f"{axis} {size}" for axis, size in layout.split.items()]
     experts = f" ({active_parameter_count(config.model):,} to a token)" if config.model.moe.num_experts else ""
     share = expected_bubble(config, layout)
     bubble = f", {share:.0%} bubble expected" if layout.pp > 1 else ""

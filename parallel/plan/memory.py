@@ -1,8 +1,9 @@
 """What one rank holds when it holds most, by formula: weights, gradients, optimizer state, activations, buffers.
 
-A step has few moments at which memory can peak: while the loss makes logits, while it scales its gradients, while the
-first layers go backward with all others still waiting, and at the end of each half of a backward pass that is split.
-Each is added up from plan/activations.py, from what FSDP2 gathers and when (parallel/zero.py), and from what the
+A step has few moments at which memory can peak: while dropout draws a mask, while the loss makes logits or scales its
+gradients, while the first layers that go backward do so with all others still waiting (in the block, in its experts, in
+the norm before it), or the last one with most gradients there, and at the end of each half of a backward pass that is
+split. Each is added up from plan/activations.py, from what FSDP2 gathers and when (parallel/zero.py), and from what the
 schedule has in flight (plan/timeline.py). Tests hold every number against a dry run. Bytes everywhere.
 """
 

@@ -14,7 +14,7 @@ from parallel.plan.problems import Problem, refuse
 from parallel.plan.rules.fit import RESERVED_BYTES, SLACK, needed, stage_memory
 from parallel.plan.timeline import Span, bubble, expected_of, microbatch_count
 from parallel.plan.traffic import Traffic, traffic
-from parallel.plan.validate import validate
+from parallel.plan.validate import errors, validate
 from parallel.stages import split_layers, stages_of
 
 
@@ -30,7 +30,7 @@ class Stage:
     needed: int
     """The peak with what is not counted in tensors: `RESERVED_BYTES` and `SLACK`."""
     by_recompute: dict[str, int]
-    """`needed` under each recompute mode, other things equal."""
+    """`needed` under each recompute mode that is legal here, other things equal."""
     traffic: list[dict[str, Any]]
 
 
@@ -83,6 +83,7 @@ def make_plan(config: Config, world: int, mfu: float = 0.4) -> Plan:
         rate = device.bf16_flops if config.precision.compute == FloatType.bfloat16 else device.fp32_flops
         hours = tokens * config.trainer.max_steps * causal / (rate * mfu) / 3600
     sequences = config.data.sequences if isinstance(config.data, SyntheticData) else None
+    modes = [mode for mode in RECOMPUTE_MODES if _may_recompute(config, mode, world)]
     per_node = config.cluster.devices_per_node or max(world // config.cluster.nodes, 1)
     return Plan(
         config=config,
@@ -96,7 +97,7 @@ def make_plan(config: Config, world: int, mfu: float = 0.4) -> Plan:
         flops_per_token_causal=causal,
         flops_per_token_full=full,
         device_memory=None if device is None else device.memory_bytes,
-        stages=[stage_of(config, layout, pp_rank) for pp_rank in range(layout.pp)],
+        stages=[stage_of(config, layout, pp_rank, modes) for pp_rank in range(layout.pp)],
         bubble=idle,
         spans=spans,
         microbatches_drawn=drawn,
@@ -137,20 +138,25 @@ def _work(spans: list[Span]) -> float:
     return sum(span.end - span.start for span in spans)
 
 
-def stage_of(config: Config, layout: Layout, pp_rank: int) -> Stage:
-    """One pipeline rank of a legal config."""
+def _recomputing(config: Config, mode: str) -> Config:
+    return replace(config, parallelism=replace(config.parallelism, recompute=mode))
+
+
+def _may_recompute(config: Config, mode: str, world: int) -> bool:
+    """Whether a mode goes with the rest of the config, be it that it does not fit."""
+    return all(fault.rule == "memory" for fault in errors(_recomputing(config, mode), world))
+
+
+def stage_of(config: Config, layout: Layout, pp_rank: int, modes: list[str]) -> Stage:
+    """One pipeline rank of a legal config, and what it would need under other recompute modes."""
     memory = stage_memory(config, layout, pp_rank)
-    modes = {}
-    for mode in RECOMPUTE_MODES:
-        other = replace(config, parallelism=replace(config.parallelism, recompute=mode))
-        modes[mode] = needed(stage_memory(other, layout, pp_rank))
     return Stage(
         pp_rank=pp_rank,
         stages=stages_of(pp_rank, config.parallelism),
         layers=rank_layers(config, pp_rank),
         memory=memory,
         needed=needed(memory),
-        by_recompute=modes,
+        by_recompute={mode: needed(stage_memory(_recomputing(config, mode), layout, pp_rank)) for mode in modes},
         traffic=[described(row, config, layout) for row in traffic(config, layout, pp_rank)],
     )
 

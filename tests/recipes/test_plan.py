@@ -129,3 +129,11 @@ def test_given_a_rank_that_does_not_exist_when_dry_run_then_it_is_refused() -> N
     done = command("plan", "recipe=tiny", "plan.dry_run=true", "plan.rank=7")
     assert done.returncode == 2
     assert "plan.rank=7 is neither corners nor a rank from 0 to 0" in done.stderr
+
+
+def test_given_a_recompute_mode_that_experts_refuse_when_planned_then_no_memory_is_promised_for_it() -> None:
+    for recipe, modes in (("dense_7b", 5), ("mixtral_8x7b", 4)):
+        made = config(f"recipe={recipe}")
+        stage = make_plan(made, world_size(made.cluster, made.parallelism, 0)).stages[0]
+        assert len(stage.by_recompute) == modes
+        assert ("selective:ops" in stage.by_recompute) == (recipe == "dense_7b")

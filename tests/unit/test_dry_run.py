@@ -1,10 +1,15 @@
 """A dry run and the formulas say the same: weights, gradients, state and traffic exactly, the peak of memory nearly."""
 
+import random
+from typing import Any
+
 import pytest
 
+from models.errors import ConfigError
 from parallel.config import BYTES
 from parallel.layout import resolve
 from parallel.plan.memory import KINDS, held_parameters, peak
+from parallel.plan.validate import errors
 from recipes.plan_dry_run import expected_traffic, run
 from tests.small import config
 
@@ -81,3 +86,62 @@ def test_given_a_rank_with_smaller_shards_when_dry_run_then_what_it_holds_is_exa
     done = run(made, layout, 9)
     assert done.parameters == 4 * sum(held_parameters(made, layout, done.coordinates).values())
     assert done.parameters < run(made, layout, 0).parameters
+
+
+# What is drawn together with everything else; most of it is not legal, and drawn again.
+DRAWN: dict[str, list[Any]] = {
+    "model": ["tiny", "tiny_moe"],
+    "model.num_hidden_layers": [4, 8, 16],
+    "model.dropout": [0.0, 0.0, 0.1],
+    "model.tie_word_embeddings": [False, True],
+    "model.qk_norm": [False, True],
+    "model.moe.shared_intermediate_size": [0, 256],
+    "model.moe.capacity_factor": ["null", 1.25],
+    "precision": ["bf16", "fp32"],
+    "data.micro_batch": [1, 1, 2],
+    "data.global_batch": [16, 32],
+    "parallelism.zero": [0, 1, 2, 3],
+    "parallelism.tp": [1, 1, 2, 4],
+    "parallelism.sequence_parallel": [False, True],
+    "parallelism.loss_parallel": [False, True],
+    "parallelism.pp": [1, 1, 2, 4],
+    "parallelism.pp_schedule": ["1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"],
+    "parallelism.virtual_stages": [1, 2, 4],
+    "parallelism.cp": [1, 1, 1, 2],
+    "parallelism.ep": [1, 2, 4],
+    "parallelism.etp": [1, 1, 2],
+    "parallelism.recompute": [
+        "none",
+        "none",
+        "full",
+        "full:2",
+        "selective:attention",
+        "selective:mlp",
+        "selective:ops",
+    ],
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(3))
+def test_given_layouts_drawn_over_all_axes_when_dry_run_then_traffic_is_exact_and_memory_near(seed: int) -> None:
+    draw, found = random.Random(seed), {}
+    while len(found) < 60:
+        chosen = {key: draw.choice(values) for key, values in DRAWN.items()}
+        world = draw.choice([1, 2, 4]) * chosen["parallelism.tp"] * chosen["parallelism.pp"] * chosen["parallelism.cp"]
+        words = [f"{key}={value}" for key, value in chosen.items() if chosen["model"] != "tiny" or ".moe." not in key]
+        try:
+            made = config(*MODEL, *words)
+        except ConfigError:
+            continue
+        if errors(made, world):
+            continue
+        layout = resolve(made.parallelism, world)
+        rank = draw.choice([0, world - 1])
+        done = run(made, layout, rank)
+        assert sorted(done.traffic, key=str) == sorted(expected_traffic(done, made, layout), key=str), words
+        found[" ".join(words)] = peak(made, layout, done.coordinates).total / done.total - 1.0
+    far = {words: error for words, error in found.items() if abs(error) > 0.03}
+    assert len(far) <= 4, far
+    assert max(map(abs, found.values())) < 0.08, far
