@@ -1,12 +1,11 @@
 """A dry run and the formulas say the same: weights, gradients, state and traffic exactly, the peak of memory nearly."""
 
+import math
 import random
-from typing import Any
 
 import pytest
 
-from models.errors import ConfigError
-from parallel.config import BYTES
+from parallel.config import BYTES, RECOMPUTE_MODES
 from parallel.layout import resolve
 from parallel.plan.memory import KINDS, held_parameters, peak
 from parallel.plan.validate import errors
@@ -88,38 +87,26 @@ def test_given_a_rank_with_smaller_shards_when_dry_run_then_what_it_holds_is_exa
     assert done.parameters < run(made, layout, 0).parameters
 
 
-# What is drawn together with everything else; most of it is not legal, and drawn again.
-DRAWN: dict[str, list[Any]] = {
-    "model": ["tiny", "tiny_moe"],
-    "model.num_hidden_layers": [4, 8, 16],
-    "model.dropout": [0.0, 0.0, 0.1],
-    "model.tie_word_embeddings": [False, True],
-    "model.qk_norm": [False, True],
-    "model.moe.shared_intermediate_size": [0, 256],
-    "model.moe.capacity_factor": ["null", 1.25],
-    "precision": ["bf16", "fp32"],
-    "data.micro_batch": [1, 1, 2],
-    "data.global_batch": [16, 32],
-    "parallelism.zero": [0, 1, 2, 3],
-    "parallelism.tp": [1, 1, 2, 4],
-    "parallelism.sequence_parallel": [False, True],
-    "parallelism.loss_parallel": [False, True],
-    "parallelism.pp": [1, 1, 2, 4],
-    "parallelism.pp_schedule": ["1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"],
-    "parallelism.virtual_stages": [1, 2, 4],
-    "parallelism.cp": [1, 1, 1, 2],
-    "parallelism.ep": [1, 2, 4],
-    "parallelism.etp": [1, 1, 2],
-    "parallelism.recompute": [
-        "none",
-        "none",
-        "full",
-        "full:2",
-        "selective:attention",
-        "selective:mlp",
-        "selective:ops",
+EXPERTS = ("", "model.moe.shared_intermediate_size=256", "model.moe.capacity_factor=1.25")
+MIXTURES = [
+    f"model=tiny_moe ep={ep} etp={etp} {other}" for ep, etp in ((1, 1), (2, 1), (4, 1), (2, 2)) for other in EXPERTS
+]
+DRAWN = [
+    ["model=tiny", "model.dropout=0.1", "model.tie_word_embeddings=true", "model.qk_norm=true", *MIXTURES],
+    [
+        *("pp=1", "pp=1", "pp=2 pp_schedule=1f1b", "pp=4 pp_schedule=1f1b", "pp=2 pp_schedule=gpipe"),
+        *(f"pp=2 pp_schedule=interleaved_1f1b virtual_stages={stages}" for stages in (2, 4)),
+        *(f"pp={pp} pp_schedule=zbv_zero_bubble virtual_stages=2" for pp in (2, 4)),
+        "pp=4 pp_schedule=interleaved_zero_bubble virtual_stages=2",
     ],
-}
+    ["tp=1", "tp=1", "tp=2", SPLIT, SPLIT.replace("tp=2", "tp=4")],
+    ["cp=1", "cp=1", "cp=2"],
+    ["zero=0", "zero=1", "zero=2", "zero=3"],
+    [f"recompute={mode}" for mode in RECOMPUTE_MODES],
+    [f"model.num_hidden_layers={layers}" for layers in (4, 8, 16)],
+    ["data.micro_batch=1", "data.micro_batch=2", "precision=fp32"],
+]
+"""One of each together with all others; what is not legal is drawn again."""
 
 
 @pytest.mark.long
@@ -127,14 +114,11 @@ DRAWN: dict[str, list[Any]] = {
 @pytest.mark.parametrize("seed", range(3))
 def test_given_layouts_drawn_over_all_axes_when_dry_run_then_traffic_is_exact_and_memory_near(seed: int) -> None:
     draw, found = random.Random(seed), {}
-    while len(found) < 60:
-        chosen = {key: draw.choice(values) for key, values in DRAWN.items()}
-        world = draw.choice([1, 2, 4]) * chosen["parallelism.tp"] * chosen["parallelism.pp"] * chosen["parallelism.cp"]
-        words = [f"{key}={value}" for key, value in chosen.items() if chosen["model"] != "tiny" or ".moe." not in key]
-        try:
-            made = config(*MODEL, *words)
-        except ConfigError:
-            continue
+    while len(found) < 30:
+        words = " ".join(draw.choice(choices) for choices in DRAWN).split()
+        words = [word if "." in word or word.startswith(("model", "prec")) else f"parallelism.{word}" for word in words]
+        sizes = [int(dict(word.split("=") for word in words)[f"parallelism.{axis}"]) for axis in ("tp", "pp", "cp")]
+        made, world = config(*MODEL, *words), math.prod(sizes) * draw.choice([1, 2, 4])
         if errors(made, world):
             continue
         layout = resolve(made.parallelism, world)
@@ -143,5 +127,5 @@ def test_given_layouts_drawn_over_all_axes_when_dry_run_then_traffic_is_exact_an
         assert sorted(done.traffic, key=str) == sorted(expected_traffic(done, made, layout), key=str), words
         found[" ".join(words)] = peak(made, layout, done.coordinates).total / done.total - 1.0
     far = {words: error for words, error in found.items() if abs(error) > 0.03}
-    assert len(far) <= 4, far
+    assert len(far) <= 3, far
     assert max(map(abs, found.values())) < 0.08, far
