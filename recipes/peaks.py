@@ -18,8 +18,9 @@ from models.config import ModelConfig
 from parallel.config import Config
 from parallel.layout import AXES, Layout, resolve
 from parallel.plan.activations import layer_activations, sizes
-from parallel.plan.memory import Memory, held_parameters, moments, rank_layers
+from parallel.plan.memory import Memory, moments
 from parallel.plan.rules.fit import needed
+from parallel.plan.weights import held_parameters, rank_layers
 
 FILE = Path(__file__).parent / "peaks.csv"
 GPUS = {"A100_80GB": 80 * 2**30, "H100": 80 * 2**30, "H100_96GB": 96 * 2**30, "H200": 141e9, "B200": 180e9}
@@ -42,6 +43,8 @@ class System:
     """`selective:ops`: the share of the products of matrices that is kept."""
     gathers_again: bool = False
     """With sequence parallelism the whole sequence is gathered again for the backward pass, not kept."""
+    splits_outputs: bool = False
+    """What a stage hands on is kept in pieces by its tp ranks, from its forward to its backward pass."""
     keeps_in_pipeline: bool = False
     """In a pipeline weights stay gathered, and gradients whole, from the first microbatch of a step to its last."""
 
@@ -51,10 +54,10 @@ SYSTEMS = {
     "torchtitan": System(products=0.5, keeps_in_pipeline=True),
     # fp16 weights and gradients; fp32 weights, two moments and the gradients of its own shard; buckets of 5e8 elements
     # for reduction and gathering (DeepSpeed's defaults); attention without a fused kernel: scores, dropout's mask,
-    # probabilities and a gradient.
-    "deepspeed_fp16": System(2 + 2, 12 + 4, per_score=7, buffers=2 * 2 * 5e8),
+    # probabilities and a gradient. Its pipeline splits outputs over tp ranks (`pipe_partitioned`, by default).
+    "deepspeed_fp16": System(2 + 2, 12 + 4, per_score=7, buffers=2 * 2 * 5e8, splits_outputs=True),
     # BF16_Optimizer: gradients are added up in fp32 besides.
-    "deepspeed_bf16": System(2 + 2 + 4, 12, per_score=7),
+    "deepspeed_bf16": System(2 + 2 + 4, 12, per_score=7, splits_outputs=True),
     # Weights and gradients in bf16, dealt out; the rest in the host's memory; Liger's loss makes no logits.
     "deepspeed_offload": System(0, 2 + 2, per_logit=0.0),
     # bf16 weights, fp32 gradients; fp32 weights and moments dealt out.
@@ -116,7 +119,11 @@ class Peak:
             less += (1 - system.products) * (kept - size.precise * size.tokens * size.heads)
         if system.gathers_again and size.gathers:
             less += 2 * size.whole_stream
-        return less * layers
+        less *= layers
+        if system.splits_outputs and pp_rank < layout.pp - 1:
+            count = config.data.global_batch // (config.data.micro_batch * layout.dp)
+            less += min(layout.pp - pp_rank, count) * size.stream * (1 - 1 / layout.tp)  # as 1F1B has under way
+        return less
 
 
 def peaks(base: Config) -> list[Peak]:

@@ -3,19 +3,18 @@
 A step has few moments at which memory can peak: while dropout draws a mask, while the loss makes logits or scales its
 gradients, while the first layers that go backward do so with all others still waiting (in the block, in its experts, in
 the norm before it), or the last one with most gradients there, and at the end of each half of a backward pass that is
-split. Each is added up from plan/activations.py, from what FSDP2 gathers and when (parallel/zero.py), and from what the
-schedule has in flight (plan/timeline.py). Tests hold every number against a dry run. Bytes everywhere.
+split. Each is added up from plan/weights.py and plan/activations.py, from what FSDP2 gathers and when
+(parallel/zero.py), and from what the schedule has in flight (plan/timeline.py). Tests hold every number against a dry
+run. Bytes everywhere.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from models.config import ModelConfig
-from models.counts import end_shapes, for_each_layer, is_expert, layer_shapes
-from parallel.config import BYTES, AdamWConfig, Config, MuonConfig, ParallelismConfig, SGDConfig, recompute_interval
-from parallel.layout import Layout, mesh_layout, piece
+from models.counts import for_each_layer, layer_shapes
+from parallel.config import BYTES, Config, ParallelismConfig, recompute_interval
+from parallel.layout import Layout
 from parallel.order import order
 from parallel.plan.activations import (
     LayerActivations,
@@ -28,12 +27,20 @@ from parallel.plan.activations import (
     shared_kept,
     sizes,
 )
-from parallel.plan.traffic import split_dim
+from parallel.plan.weights import (
+    Shapes,
+    end_groups,
+    held_parameters,
+    only_experts,
+    optimizer_elements,
+    padded_block,
+    sharded,
+    shards,
+)
 from parallel.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from parallel.stages import split_layers, splits_backward, stages_of
 
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "communication", "activations", "loss")
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -58,91 +65,6 @@ class Memory:
     def total(self) -> int:
         """All of it."""
         return sum(getattr(self, kind) for kind in KINDS)
-
-
-def _experts(shapes: Shapes) -> Shapes:
-    return {name: shape for name, shape in shapes.items() if is_expert(name)}
-
-
-def sharded(config: Config, layout: Layout) -> bool:
-    """Whether FSDP2 manages the weights (parallel/step.py): with data ranks, or computing in another type."""
-    return layout.dp * layout.cp > 1 or config.precision.compute != config.precision.master
-
-
-def shards(config: Config, layout: Layout) -> int:
-    """Over how many ranks a weight is dealt out."""
-    return mesh_layout(layout, config.parallelism.zero).dp_shard
-
-
-def rank_layers(config: Config, pp_rank: int) -> list[int]:
-    """The layers of a pipeline rank, those of all its stages."""
-    split = split_layers(config.model, config.parallelism)
-    return [layer for stage in stages_of(pp_rank, config.parallelism) for layer in split[stage]]
-
-
-def groups(config: Config, pp_rank: int) -> list[Shapes]:
-    """The weights of a pipeline rank as FSDP2 gathers them: a group per layer, then the ends."""
-    mine, last = stages_of(pp_rank, config.parallelism), config.parallelism.pp * config.parallelism.virtual_stages - 1
-    shapes = for_each_layer(config.model, lambda layer: layer_shapes(config.model, layer))
-    result = [shapes[layer] for layer in rank_layers(config, pp_rank)]
-    return result + end_groups(config.model, 0 in mine, last in mine)
-
-
-def end_groups(model: ModelConfig, first: bool, last: bool) -> list[Shapes]:
-    """Embedding, and final norm with output layer, as far as they are here; a tied weight makes them one group."""
-    ends = end_shapes(model)
-    embedding = {name: shape for name, shape in ends.items() if "embed_tokens" in name}
-    output = {name: shape for name, shape in ends.items() if name not in embedding}
-    if model.tie_word_embeddings:
-        together = (embedding if first or last else {}) | (output if last else {})
-        return [together] if together else []
-    return [embedding] * first + [output] * last
-
-
-def block_shape(name: str, shape: tuple[int, ...], config: Config, layout: Layout, place: dict[str, int]) -> list[int]:
-    """The block of a parameter that the rank at `place` holds: its part along tp, and of that its shard."""
-    if is_expert(name):
-        return [size // parts for size, parts in zip(shape, _expert_parts(name, config, layout), strict=True)]
-    block = list(shape)
-    dim = split_dim(name, config.model, layout.tp)
-    if dim is not None:
-        block[dim] = len(piece(shape[dim], layout.tp, place["tp"]))
-    shard = place["dp_shard"] * layout.cp + place["cp"] if config.parallelism.zero else 0
-    block[0] = len(piece(block[0], shards(config, layout), shard))
-    return block
-
-
-def _expert_parts(name: str, config: Config, layout: Layout) -> list[int]:
-    """In how many parts each dimension of a stack of experts is dealt out: by expert, by width, by hidden size."""
-    shards = layout.expert_dp if config.parallelism.zero else 1
-    return [layout.ep, shards, layout.etp] if "down_proj" in name else [layout.ep, layout.etp, shards]
-
-
-def held_parameters(config: Config, layout: Layout, place: dict[str, int]) -> dict[str, int]:
-    """Elements of every parameter that the rank at `place` holds, layers under the name of each layer."""
-    found: dict[str, int] = {}
-    known: dict[tuple[str, tuple[int, ...]], int] = {}  # most layers are alike
-    layers, shapes_of = rank_layers(config, place["pp"]), groups(config, place["pp"])
-    prefixes = [f"model.layers.{layer}." for layer in layers] + [""] * (len(shapes_of) - len(layers))
-    for prefix, shapes in zip(prefixes, shapes_of, strict=True):
-        for key in shapes.items():
-            if key not in known:
-                known[key] = math.prod(block_shape(*key, config, layout, place))
-            found[prefix + key[0]] = known[key]
-    return found
-
-
-def optimizer_elements(config: Config, held: dict[str, int]) -> int:
-    """Numbers that the optimizer keeps for those parameters, in the type of the master weights."""
-    match config.optimizer:
-        case AdamWConfig():
-            return 2 * sum(held.values())
-        case SGDConfig(momentum=momentum):
-            return sum(held.values()) if momentum else 0
-        case MuonConfig():
-            matrices = {name for name in held if ".layers." in name and "norm" not in name and "bias" not in name}
-            return sum(count * (1 if name in matrices else 2) for name, count in held.items())
-    raise AssertionError(f"no rule for {type(config.optimizer).__name__}")
 
 
 def moments(config: Config, layout: Layout, place: dict[str, int]) -> Iterator[Memory]:
@@ -220,7 +142,7 @@ class _Rank:
         padded = for_each_layer(config.model, lambda layer: self._padded(layer_shapes(config.model, layer)))
         self.layers = {layer: padded[layer] for layer in layers}
         self.layer = max(self.layers.values())
-        self.experts = {layer: self._padded(_experts(layer_shapes(config.model, layer))) for layer in layers}
+        self.experts = {layer: self._padded(only_experts(layer_shapes(config.model, layer))) for layer in layers}
         """Of each layer's elements those of its experts, which are a group of their own."""
         self.expert_shards = layout.expert_dp if parallelism.zero else 1
         self._alike: dict[tuple[bool, bool], LayerActivations] = {}
@@ -251,7 +173,7 @@ class _Rank:
 
     def _padded(self, shapes: Shapes) -> int:
         """Elements of this tp rank's part of a group of parameters, as FSDP2 fills it up to equal shards."""
-        return sum(_padded(name, shape, self.config, self.layout, self.shards) for name, shape in shapes.items())
+        return sum(padded_block(name, shape, self.config, self.layout, self.shards) for name, shape in shapes.items())
 
     def _ends(self, stage: int) -> list[int]:
         ends = end_groups(self.config.model, stage == 0, stage == self.last_stage)
@@ -392,7 +314,7 @@ class _Rank:
         # The gradient of the down projection stands when those of the block's activations do.
         shapes, dense = layer_shapes(self.config.model, layer), not self.experts[layer]
         down = "mlp.down_proj.weight" if dense else "mlp.experts.down_proj.weight"
-        block = _padded(down, shapes[down], self.config, self.layout, 1) * self.compute * self.fsdp
+        block = padded_block(down, shapes[down], self.config, self.layout, 1) * self.compute * self.fsdp
         before = replace(now, communication=now.communication + sent)
         yield replace(before, gradients=now.gradients + block, activations=now.activations + needs.temporary)
         moment = now.moment.replace("layer", "layer's norm")
@@ -434,15 +356,3 @@ class _Rank:
 def peak(config: Config, layout: Layout, place: dict[str, int]) -> Memory:
     """The moment at which the rank at `place` (an index per axis, as Layout.coordinates gives) holds most."""
     return max(moments(config, layout, place), key=lambda memory: memory.total)
-
-
-def _padded(name: str, shape: tuple[int, ...], config: Config, layout: Layout, ranks: int) -> int:
-    """Elements of the tp block of a parameter, its first dimension filled up to a multiple of the shards."""
-    if is_expert(name):
-        return math.prod(shape) // (layout.ep * layout.etp)
-    block = list(shape)
-    dim = split_dim(name, config.model, layout.tp)
-    if dim is not None:
-        block[dim] = -(-block[dim] // layout.tp)
-    block[0] = -(-block[0] // ranks) * ranks
-    return math.prod(block)

@@ -8,13 +8,14 @@ from models.counts import parameter_count, training_flops_per_token
 from parallel.config import RECOMPUTE_MODES, Config, FloatType, SyntheticData
 from parallel.devices import DEVICES
 from parallel.layout import AXES, Layout, mesh_layout, resolve
-from parallel.plan.memory import KINDS, Memory, rank_layers
+from parallel.plan.memory import KINDS, Memory
 from parallel.plan.network import link_bytes_per_s, nodes_spanned
 from parallel.plan.problems import Problem, refuse
 from parallel.plan.rules.fit import RESERVED_BYTES, SLACK, needed, stage_memory
 from parallel.plan.timeline import Span, bubble, expected_of, microbatch_count
 from parallel.plan.traffic import Traffic, traffic
 from parallel.plan.validate import errors, validate
+from parallel.plan.weights import rank_layers
 from parallel.stages import split_layers, stages_of
 
 

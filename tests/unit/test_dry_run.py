@@ -7,8 +7,9 @@ import pytest
 
 from parallel.config import BYTES, RECOMPUTE_MODES
 from parallel.layout import resolve
-from parallel.plan.memory import KINDS, held_parameters, peak
+from parallel.plan.memory import KINDS, peak
 from parallel.plan.validate import errors
+from parallel.plan.weights import held_parameters
 from recipes.plan_dry_run import expected_traffic, run
 from tests.small import config
 
