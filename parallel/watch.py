@@ -79,16 +79,10 @@ class Watch:
         if looking and self._last - self._armed > 1.0:
             self._arm()
 
-    @property
-    def looks(self) -> int:
-        """How often the thread has looked at the main thread since `take_waiting_share`."""
-        return self._samples
-
-    def take_waiting_share(self) -> float:
-        """The share of the time since the last call that the main thread was inside collectives, from looking at it."""
-        share = self._waiting / max(self._samples, 1)
-        self._samples = self._waiting = 0
-        return share
+    def take_looks(self) -> tuple[int, int]:
+        """How often the thread has looked at the main thread since the last call, and saw it inside collectives."""
+        looks, self._samples, self._waiting = (self._samples, self._waiting), 0, 0
+        return looks
 
     def failed(self, error: BaseException) -> str | None:
         """After an error that may come from the ranks' differing: what all of them say, if they do differ."""

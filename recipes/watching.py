@@ -18,7 +18,7 @@ from parallel.ranks import Ranks, node_name
 from parallel.watch import Watch
 
 LOOKS = 40
-"""How often the watch must have looked before a rank's share of waiting means anything: two seconds."""
+"""How often every rank's watch must have looked before shares of waiting mean anything: two seconds."""
 log = logging.getLogger("quintet")
 
 
@@ -74,44 +74,58 @@ class Stragglers(Callback):
         self.watch, self.layout, self.ranks = watch, layout, ranks
         self.factor, self.log_interval = factor, log_interval
         self._answer: Callable[[], torch.Tensor] | None = None
-        self._nodes: list[str] = []
+        self._nodes = [""] * ranks.world
         self._slow: dict[int, int] = {}
         """Ranks that were slow at the last comparison, and at how many in a row."""
+        self._start_comparison()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._nodes = [""] * self.ranks.world
         if self.ranks.world > 1:
             dist.all_gather_object(self._nodes, node_name())
-        self._begin(trainer)
+        self._begin(trainer.global_step)
 
-    def _begin(self, trainer: Trainer) -> None:
-        self._since, self._began, self._from = time.monotonic(), time.time(), trainer.global_step
-        self.watch.take_waiting_share()
+    def _begin(self, step: int) -> None:
+        self._since, self._began, self._from = time.monotonic(), time.time(), step
+        self.watch.take_looks()
+
+    def _start_comparison(self) -> None:
+        self._sums = torch.zeros(self.ranks.world, 4, dtype=torch.float64)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self.ranks.world == 1 or trainer.global_step % self.log_interval:
             return
         if self._answer is not None:
-            self._compare(self._answer().tolist(), trainer.global_step)
+            self.add(self._answer().view(-1, 4), trainer.global_step)
         # Read at the next interval, so that nobody waits for it.
-        works = torch.tensor([self._works(trainer, pl_module.device.type)], dtype=torch.float64)
         assert dist.group.WORLD is not None
-        self._answer = begin_all_gather(works, dist.group.WORLD)
+        self._answer = begin_all_gather(self._interval(trainer.global_step, pl_module.device.type), dist.group.WORLD)
 
-    def _works(self, trainer: Trainer, device: str) -> float:
-        """Seconds of work per step since the last answer; 0 where it is too early for one."""
-        if self.watch.looks < LOOKS:
-            return 0.0
-        seconds, count = time.monotonic() - self._since, trainer.global_step - self._from
-        share = self.watch.take_waiting_share()
+    def _interval(self, step: int, device: str) -> torch.Tensor:
+        """Steps since the last interval, their seconds, how often the watch looked, and how often it saw a wait."""
+        seconds = time.monotonic() - self._since
+        looks, waiting = self.watch.take_looks()
         if device == "cuda":
-            share = sum(c.seconds or 0.0 for c in recorded() if c.entered > self._began) / seconds
-        self._begin(trainer)
-        return seconds / count * max(1.0 - share, 1e-3)  # 0 would be "not known"
+            waited_s = sum(c.seconds or 0.0 for c in recorded() if c.entered > self._began)
+            waiting = round(looks * waited_s / seconds)
+        interval = [step - self._from, seconds, looks, waiting]
+        self._begin(step)
+        return torch.tensor(interval, dtype=torch.float64)
+
+    def add(self, interval: torch.Tensor, step: int) -> None:
+        """Take what all ranks say of an interval, (world, 4), and compare them once all have been seen often enough.
+
+        Every rank sends every interval and all sum up the same, so that they come to compare at the same step: ranks
+        that decided by themselves when they have seen enough could miss each other for ever.
+        """
+        self._sums += interval
+        steps, seconds, looks, waiting = self._sums.unbind(1)
+        if looks.min() < LOOKS:
+            return
+        works = seconds / steps * (1.0 - waiting / looks).clamp_min(1e-3)  # a factor of nothing would be no factor
+        self._compare(works.tolist(), step)
+        self._start_comparison()
 
     def _compare(self, works: list[float], step: int) -> None:
-        if not all(works):
-            return  # too early on some rank: this says nothing, and forgets nothing
         found = stragglers(works, self.layout, self.factor)
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in found}
         for rank, usual in found.items():
@@ -126,12 +140,12 @@ class Stragglers(Callback):
 def stragglers(works: list[float], layout: Layout, factor: float) -> dict[int, float]:
     """Ranks whose work per step is above `factor` times the median of the others of their pipeline stage: that median.
 
-    `works` is by rank, in seconds; 0 is not known.
+    `works` is by rank, in seconds.
     """
     found = {}
     for stage in layout.grid().reshape(layout.pp, -1).tolist():
         for rank in stage:
-            others = [works[other] for other in stage if other != rank and works[other] > 0.0]
+            others = [works[other] for other in stage if other != rank]
             if others and works[rank] > factor * statistics.median(others):
                 found[rank] = statistics.median(others)
     return found

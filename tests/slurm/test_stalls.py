@@ -73,7 +73,7 @@ CASES = {
 SLOW = """
 right = module.forward_backward
 def slow(*arguments, **named):
-    time.sleep(0.2)
+    time.sleep(0.4)
     return right(*arguments, **named)
 module.forward_backward = slow
 """
@@ -88,7 +88,7 @@ def jobs(cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
         job = submit(*RUN, *split, planted, f"run.root={root}", f"run.id={index}")
         submitted[name] = job, root / f"tiny/{index}"
     planted = plant(root / "slow", FIRST_START_OF_NODE2, "parallel.step", "clip", SLOW)
-    longer = ["parallelism.dp_shard=2", "trainer.max_steps=60", "trainer.log_interval=5"]
+    longer = ["parallelism.dp_shard=2", "trainer.max_steps=45", "trainer.log_interval=5"]
     chosen = [word for word in RUN if not word.startswith("trainer.")]
     job = submit(*chosen, *longer, "cluster.watch.straggler_factor=2", planted, f"run.root={root}", "run.id=slow")
     return submitted | {"slow": (job, root / "tiny/slow")}

@@ -1,10 +1,18 @@
-"""The verdict over ranks that stand still, from what they say of themselves."""
+"""The verdict over ranks that stand still or are slow, from what they say of themselves."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
 
 from parallel.cluster import WatchConfig
 from parallel.flight import Collective
 from parallel.layout import Layout
+from parallel.ranks import Ranks
 from parallel.verdict import Status, differing_order, verdict
-from recipes.watching import stragglers
+from parallel.watch import Watch
+from recipes.watching import LOOKS, Stragglers, stragglers
 
 TP = {"tp0": ("tp", [0, 1]), "tp1": ("tp", [2, 3])}
 
@@ -104,5 +112,18 @@ def test_a_status_survives_being_written_down() -> None:
 def test_given_the_work_of_ranks_when_compared_then_only_with_their_own_stage() -> None:
     layout = Layout(pp=2, dp_shard=3)
     assert stragglers([1.0, 1.1, 2.0, 5.0, 5.1, 5.2], layout, 1.5) == {2: 1.05}
-    assert stragglers([1.0, 0.0, 0.0, 5.0, 0.0, 9.0], layout, 1.5) == {5: 5.0}
     assert stragglers([1.0, 1.0], Layout(pp=2), WatchConfig().straggler_factor) == {}
+
+
+def test_given_ranks_looked_at_unequally_often_when_one_is_slow_then_they_compare_together_and_name_it_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = Ranks(0, 2)
+    watch = Watch(WatchConfig(), ranks, tmp_path / "stalls", lambda _: None)
+    callback = Stragglers(watch, Layout(dp_shard=2), ranks, 2.0, log_interval=5)
+    with caplog.at_level(logging.WARNING, "quintet"):
+        for interval in range(1, 11):  # of 5 steps; rank 0 waits nine tenths of its time, rank 1 never
+            callback.add(torch.tensor([[5, 1.2, LOOKS - 10, 0.9 * (LOOKS - 10)], [5, 1.2, LOOKS + 1, 0]]), 5 * interval)
+    [record] = caplog.records
+    assert "rank 1 on  is slow: it works 0.24 s a step" in record.message
+    assert record.message.endswith("(step 20)")
