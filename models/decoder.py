@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from models.moe import MixtureOfExperts, RoutingStep
 from models.norm import RMSNorm
 from models.rotary import rotary_tables
 
-MaskOf = Callable[[int, int, int | None, Tensor | None], Any]
+MaskOf = Callable[[int, int, int | None, Tensor | np.ndarray | None], Any]
 """The mask of so many queries and keys, a window and document ids, for the layers' `attend`."""
 
 
@@ -90,7 +91,7 @@ class DecoderBody(nn.Module):
         self,
         x: Tensor,
         positions: Tensor,
-        document_ids: Tensor | None,
+        document_ids: Tensor | np.ndarray | None,
         dropout_key: DropoutKey | None,
         caches: Sequence[KeyValueCache] | None,
         routing: RoutingStep | None,
@@ -147,7 +148,7 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        document_ids: Tensor | np.ndarray | None = None,
         labels: Tensor | None = None,
         dropout_key: DropoutKey | None = None,
         caches: Sequence[KeyValueCache] | None = None,
@@ -158,8 +159,8 @@ class Decoder(nn.Module):
         A stage that is not the first takes hidden states (batch, seq, hidden) for tokens, and needs `positions`; one
         that is not the last returns them.
 
-        `positions` count within each document (default: from 0, or from the end of the caches); `document_ids` keep
-        attention within a document; labels are already shifted, so that labels[:, i] is what follows tokens[:, i].
+        `positions` count within each document (default: from 0, or from the end of the caches); `document_ids` (batch,
+        seq) keep attention within a document; labels are already shifted: labels[:, i] is what follows tokens[:, i].
         `routing` makes mixtures of experts balance and take notes, as in training; `dropout_key` then says which tokens
         these are.
         """

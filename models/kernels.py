@@ -14,6 +14,7 @@ Queries are (batch, heads, queries, head_dim), keys and values (batch, key_value
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -135,7 +136,7 @@ class GpuFlash:
             yield [block for block in squares if block.window == window]
         for block in blocks:
             if block.shift:
-                yield [block]
+                yield from ([part] for part in _within_the_window(block))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, blocks: list[Block]) -> Forward:
         packed = (_pack(query, blocks, of_queries), *(_pack(x, blocks, of_keys) for x in (key, value)))
@@ -189,6 +190,22 @@ def _lengths(packed: tuple[Tensor, ...], blocks: list[Block]) -> tuple[Tensor, T
     sizes = [[block.size[side] for block in blocks for _ in range(count)] for side in (0, 1)]
     begins = [torch.tensor([0, *size]).cumsum(0).to(device, torch.int32, non_blocking=True) for size in sizes]
     return begins[0], begins[1], max(sizes[0]), max(sizes[1])
+
+
+def _within_the_window(block: Block) -> Iterator[Block]:
+    """A rectangle as it is, or in two where FlashAttention would hide too much of it.
+
+    A window without a causal diagonal gets a limit on the other side too, as many keys as there are: of more queries
+    than that the first would not see the last keys (Dao-AILab/flash-attention issue 895). Those that see every key go
+    by themselves, without a window; the others are fewer than the keys.
+    """
+    queries, keys = block.size
+    if block.window is None or queries <= keys + 1:
+        yield block
+        return
+    middle = block.queries.start + block.window - block.shift
+    yield replace(block, queries=slice(block.queries.start, middle), window=None)
+    yield replace(block, queries=slice(middle, block.queries.stop), shift=block.window)
 
 
 def _window(block: Block) -> dict[str, int]:

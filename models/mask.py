@@ -94,7 +94,7 @@ class AttentionMask:
 
     @staticmethod
     def of_sequence(
-        queries: int, keys: int, window: int | None = None, document_ids: Tensor | None = None
+        queries: int, keys: int, window: int | None = None, document_ids: Tensor | np.ndarray | None = None
     ) -> "AttentionMask":
         """The mask of the last `queries` of `keys` tokens; where there are fewer queries, the rest are in a cache.
 
@@ -104,12 +104,12 @@ class AttentionMask:
         return see([(range(keys - queries, keys),)], [(range(keys),)], documents, window)
 
 
-def document_starts(document_ids: Tensor) -> Documents:
+def document_starts(document_ids: Tensor | np.ndarray) -> Documents:
     """Where documents begin, of int64 (batch, seq) that is equal for the neighbours of one document.
 
     Read on the host: ids that lie on a GPU make it wait.
     """
-    ids = document_ids.cpu().numpy()
+    ids = document_ids.cpu().numpy() if isinstance(document_ids, Tensor) else document_ids
     begins = np.diff(ids, prepend=ids[:, :1] - 1) != 0
     return as_one([tuple(np.flatnonzero(row).tolist()) for row in begins])
 

@@ -68,7 +68,8 @@ class ExpertLinear(nn.Module):
 
     def apply_weight(self, rows: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
         """`forward` with the experts that are here."""
-        return grouped_linear(rows, weight, counts, fused=rows.is_cuda and rows.dtype == torch.bfloat16)
+        aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0  # the kernel wants rows of 16 bytes each
+        return grouped_linear(rows, weight, counts, fused=rows.is_cuda and rows.dtype == torch.bfloat16 and aligned)
 
 
 class Experts(nn.Module):

@@ -71,7 +71,7 @@ class WatchConfig:
     save_limit_s: float = 1800.0
     """A checkpoint."""
     straggler_factor: float = 1.5
-    """A rank is called slow when it works so many times as long per step as the median of its pipeline stage."""
+    """A rank is called slow when it works so many times as long per step as the median of its place along pp."""
 
     def longest_s(self) -> float:
         """When torch itself gives a collective up: later than the watch, which says more."""

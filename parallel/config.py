@@ -192,7 +192,7 @@ class FilesData(DataConfig):
     """Local files: one document per row, line or file."""
 
     paths: list[str] = field(default_factory=list)
-    """Files or globs: .parquet, .jsonl, .arrow (a column of text) or anything else (plain text, a file a document)."""
+    """Files or globs: .parquet, .jsonl, .json and .arrow have a column of text; anything else is text, one document."""
     text_field: str = "text"
 
 

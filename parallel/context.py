@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -33,6 +34,14 @@ from parallel.layout import Layout
 from parallel.ring import RingMask, attend_in_ring
 
 Batch = dict[str, Tensor]
+
+
+def document_ids(batch: Batch, config: Config) -> np.ndarray | None:
+    """Which document each token is of, where attention is kept within documents: int64 (batch, seq), on the host.
+
+    No tensor: FSDP2 moves those to the GPU before a forward pass, and the host, which reads them, would wait for it.
+    """
+    return batch["document_ids"].cpu().numpy() if config.data.document_mask else None
 
 
 class Context:
@@ -78,7 +87,9 @@ class Context:
         result["places"] = places
         return result
 
-    def mask_of(self, queries: int, keys: int, window: int | None, document_ids: Tensor | None) -> RingMask:
+    def mask_of(
+        self, queries: int, keys: int, window: int | None, document_ids: Tensor | np.ndarray | None
+    ) -> RingMask:
         """Who sees whom during attention, for a microbatch of which this rank holds so many tokens."""
         assert queries == keys, "a cache holds whole sequences"
         documents = WHOLE if document_ids is None else document_starts(document_ids)

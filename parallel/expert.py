@@ -158,13 +158,15 @@ class ExpertDispatch(Dispatch):
             sent = rows.counts.view(self.ranks, self.here)
             received = self._exchange_counts(sent)
             everyone = all_gather(received.unsqueeze(0), 0, self.groups.etp)  # (etp, ep, experts here)
-            # The only time that the host must know: uneven exchanges take their sizes from it.
             all_rows = experts.numel()
             even = [all_rows // self.ranks] * (self.ranks - 1)
             even.append(all_rows - sum(even))
-            numbers = on_host(
-                torch.cat((sent.sum(1), received.sum(1), everyone.sum((1, 2)))), [*even, *even, *[all_rows] * etp]
-            )
+            if self.ranks * etp == 1:
+                numbers = [all_rows] * 3
+            else:
+                # The only time that the host must know: uneven exchanges take their sizes from it.
+                told = torch.cat((sent.sum(1), received.sum(1), everyone.sum((1, 2))))
+                numbers = on_host(told, [*even, *even, *[all_rows] * etp])
             to, come, each = numbers[: self.ranks], numbers[self.ranks : 2 * self.ranks], numbers[2 * self.ranks :]
         else:
             each = [self.experts * slots] * etp

@@ -83,10 +83,6 @@ class Layout:
         place = self.coordinates(rank)
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
-    def node_of(self, rank: int, devices_per_node: int) -> int:
-        """The node a rank lives on when ranks fill one node after another."""
-        return rank // devices_per_node
-
 
 def mesh_layout(layout: Layout, zero: int) -> Layout:
     """The grid that the mesh is built from: context ranks are data ranks to it, since all see tokens of their own.

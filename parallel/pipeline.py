@@ -8,6 +8,7 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,15 +21,14 @@ from models.decoder import Decoder
 from parallel.balance import padded_length
 from parallel.clock import Clock, Recording
 from parallel.config import Config, ParallelismConfig
+from parallel.context import Batch, document_ids
 from parallel.layout import Layout
 from parallel.order import SCHEDULES, order
 from parallel.precision import DTYPES
 from parallel.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
 from parallel.sharded import local
 from parallel.stages import SINGLE, rank_of, split_layers, splits_backward, stage_count, stages_of
-from parallel.zero import before_microbatch
-
-Batch = dict[str, Tensor]
+from parallel.zero import add_to_sums, before_microbatch
 
 
 def build_decoder(model: ModelConfig, parallelism: ParallelismConfig, pp_rank: int) -> Decoder:
@@ -77,6 +77,9 @@ class Pipeline:
         )
         self._divisor = torch.ones((), device=device)
         self._told: Callable[[Batch], dict[str, Any]] = lambda _: {}
+        self._documents: list[np.ndarray | None] = []
+        self.microbatch = 0
+        """Which microbatch's forward pass is under way."""
         self._clock = Clock(device)
         self.recording = Recording(self._clock)
         """When the actions of the last step ran."""
@@ -110,6 +113,9 @@ class Pipeline:
         `told` gives what the decoder is told of a microbatch besides: named arguments.
         """
         self._divisor, self._told = divisor, told
+        ids, size = document_ids(batch, self.config), self.config.data.micro_batch
+        firsts = range(0, len(batch["labels"]), size)
+        self._documents = [None if ids is None else ids[first : first + size] for first in firsts]
         self._follow()
         self.recording = Recording(self._clock)
         inputs = (batch["tokens"],) if 0 in self.parts else ()
@@ -125,7 +131,7 @@ class Pipeline:
 
         Stages follow one another without a schedule: while the later ones work, the first go on to the next batch.
         """
-        self._told = told
+        self._told, self._documents, self.microbatch = told, [document_ids(batch, self.config)], 0
         self._follow()
         x: Tensor | None = None
         for number, part in self.parts.items():
@@ -178,7 +184,7 @@ class Pipeline:
     def _unpack(self, _: nn.Module, args: tuple[Any, ...], carried: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a microbatch carries, as the arguments that the decoder takes."""
         named: dict[str, Any] = {"positions": carried["positions"], "labels": carried["labels"]}
-        named["document_ids"] = carried["document_ids"] if self.config.data.document_mask else None
+        named["document_ids"] = self._documents[self.microbatch]
         return args, named | self._told(carried)
 
     def _schedule(self, stages: list[PipelineStage], microbatches: int) -> Any:
@@ -225,6 +231,7 @@ class _Stage(PipelineStage):
     pipeline: Pipeline
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.pipeline.microbatch = fwd_chunk_id
         with self.pipeline.recording.action(FORWARD, self.stage_index, fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
@@ -241,7 +248,9 @@ class _Stage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.pipeline.recording.action(WEIGHT, self.stage_index, bwd_chunk_id):
-            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            result = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            add_to_sums(self.submod)
+        return result
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         parallelism = self.pipeline.config.parallelism
@@ -329,5 +338,6 @@ def tied_weight(decoder: Decoder, pipeline: Pipeline) -> nn.Parameter | None:
 
 
 def _carried(batch: Batch) -> Batch:
-    names = ("positions", "document_ids", "labels", "sample", "places")
+    """The part of a batch that every stage is given with each microbatch."""
+    names = ("positions", "labels", "sample", "places")
     return {name: batch[name] for name in names if name in batch}

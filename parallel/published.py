@@ -24,28 +24,30 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "
 class Published:
     """The tensors of a folder; nothing is read but the slices that are asked for."""
 
-    def __init__(self, folder: Path, allow_pickle: bool = False) -> None:
-        """Raises ConfigError where there are no weights, or only pickle files and these are not allowed.
+    def __init__(self, folder: Path, key: str, allow_pickle: bool = False) -> None:
+        """`folder` is the value of the setting `key`.
 
-        Even an allowed pickle file is read with weights_only=True: tensors, and nothing that could run.
+        Raises ConfigError where there are no weights, or only pickle files and these are not allowed. Even an allowed
+        pickle file is read with weights_only=True: tensors, and nothing that could run.
         """
-        self.folder = folder
+        self.folder, self.key = folder, key
         self._open = ExitStack()
         self._files: dict[str, Any] = {}
         self._pickled: dict[str, Tensor] = {}
         safe, pickled = sorted(folder.glob("*.safetensors")), sorted(folder.glob("pytorch_model*.bin"))
         if not safe and not pickled:
-            raise ConfigError(f"{folder} has no .safetensors file, so there are no weights to read.")
+            raise ConfigError(f"{key}={folder} has no .safetensors file, so there are no weights to read.")
         if not safe and not allow_pickle:
             raise ConfigError(
-                f"{folder} has its weights only as pickle files ({pickled[0].name}), which can run code when they are "
-                f"read. Get the model as .safetensors, or write allow_pickle=true."
+                f"{key}={folder} has its weights only as pickle files ({pickled[0].name}), which can run code when "
+                f"they are read. Get the model as .safetensors, or convert it: python -m recipes.import_hf "
+                f"path={folder} out=<run directory> allow_pickle=true."
             )
         for path in safe:
             try:
                 file = self._open.enter_context(safe_open(path, "pt"))
             except Exception as error:
-                raise ConfigError(f"{path} is not a safetensors file, or is cut off: {error}") from error
+                raise ConfigError(f"{key}: {path} is not a safetensors file, or is cut off: {error}") from error
             self._files |= dict.fromkeys(file.keys(), file)
         for path in pickled if not safe else []:
             self._pickled |= torch.load(path, weights_only=True, mmap=True, map_location="cpu")
@@ -56,7 +58,7 @@ class Published:
         try:
             content = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError) as error:
-            raise ConfigError(f"{self.folder / 'config.json'}: {error}") from error
+            raise ConfigError(f"{self.key}: {self.folder / 'config.json'}: {error}") from error
         return config_from(content, self.folder.resolve().name)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -86,7 +88,7 @@ class Published:
                 wrong.append(f"{name} has shape {self.shape(name)} instead of {expected[name]}")
         if wrong:
             shown = "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
-            raise ConfigError(f"{self.folder} does not hold the weights of model={config.name}: {shown}.")
+            raise ConfigError(f"{self.key}={self.folder} does not hold the weights of model={config.name}: {shown}.")
 
     def read(self, name: str, slices: Sequence[slice]) -> Tensor:
         """A part of a tensor, as it is on disk."""
@@ -114,7 +116,7 @@ class Published:
         missing = sorted({file for name, file in listed.items() if name not in self._files})
         if missing:
             raise ConfigError(
-                f"{self.folder}: {', '.join(missing)} is missing or has lost tensors that {path.name} lists."
+                f"{self.key}={self.folder}: {', '.join(missing)} is missing or has lost tensors that {path.name} lists."
             )
 
 

@@ -1,9 +1,12 @@
 """Who this process is among the processes of a run, and how they find each other."""
 
+import ctypes
 import os
 import platform
 import re
+import signal
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -92,6 +95,13 @@ def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
     return first[0].replace("[", ""), 15000 + (job * 101 + step) % 20000
 
 
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends, however it ends (Linux only)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 def check_launch(ranks: Ranks, nodes: int, devices_per_node: int | None) -> None:
     """Raise ConfigError where the processes that were started are not those that the config speaks of."""
     if ranks.launcher == "none":
@@ -118,6 +128,9 @@ def start_process_group(ranks: Ranks, device: torch.device, timeout_s: float = 1
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
+    # Groups that are made later, by DeviceMesh too, take these: NCCL's would give up after ten minutes.
+    c10d: Any = dist.distributed_c10d
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
     device_id = device if device.type == "cuda" else None
     if ranks.world == 1:
         store: dist.Store = dist.HashStore()

@@ -35,18 +35,32 @@ def keep_only(names: set[str], address: str) -> None:
             files.rm(path, recursive=True)
 
 
-def fetch(address: str, folder: Path) -> Path:
+def check_address(key: str, address: str) -> None:
+    """Raise ConfigError where there is no package that knows such addresses; nothing is sent."""
+    protocol = address.partition("://")[0]
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ValueError as error:
+        raise ConfigError(f"{key}={address}: fsspec knows no {protocol}://. Write s3://, gs:// or another.") from error
+    except ImportError as error:
+        raise ConfigError(f"{key}={address} needs a package that is not installed: {error}") from error
+
+
+def fetch(key: str, address: str, folder: Path) -> Path:
     """Copy the checkpoint at `address`, or the newest complete one in the folder there, into a local folder.
 
     Whether it came over whole is asked of it like of any other: `find`. Raises ConfigError where there is none.
     """
+    check_address(key, address)
     files, root = _open(address)
     try:
         marks = files.glob(f"{root}/{COMPLETE}") or sorted(files.glob(f"{root}/step-*/{COMPLETE}"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{address} cannot be read: {error}") from error
+        raise ConfigError(f"{key}={address} cannot be read: {error}") from error
     if not marks:
-        raise ConfigError(f"{address} is neither a complete checkpoint nor a folder with one (step-*/{COMPLETE}).")
+        raise ConfigError(
+            f"{key}={address} is neither a complete checkpoint nor a folder with one (step-*/{COMPLETE})."
+        )
     source = marks[-1].rpartition("/")[0]
     target = folder / source.rpartition("/")[2]
     target.mkdir(parents=True, exist_ok=True)
@@ -57,8 +71,5 @@ def fetch(address: str, folder: Path) -> Path:
 
 
 def _open(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    try:
-        files, root = fsspec.core.url_to_fs(address)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"{address} cannot be opened: {error}") from error
+    files, root = fsspec.core.url_to_fs(address)
     return files, root.rstrip("/")

@@ -118,21 +118,22 @@ def newest_sound(folder: Path, own: bool) -> Path | None:
     return None
 
 
-def find(path: Path) -> Path:
-    """The checkpoint a path means: itself, or the newest sound one of a run directory; all ranks call it.
+def find(path: Path, key: str) -> Path:
+    """The checkpoint that a path means, the value of `key`: itself, or the newest sound one of a run directory.
 
-    Raises ConfigError where there is none, so that a path that cannot be used never means "from scratch".
+    All ranks call it. Raises ConfigError where there is none, so that a path that cannot be used never means "from
+    scratch".
     """
     if (path / COMPLETE).is_file() or (path / MANIFEST).is_file():
         if found := damage_on_all(path):
-            raise ConfigError(f"{path} cannot be used: {'; '.join(found)}. Name another checkpoint.")
+            raise ConfigError(f"{key}={path} cannot be used: {'; '.join(found)}. Name another checkpoint.")
         return path
     found_in_run = newest_sound(path / "checkpoints", own=False)
     if found_in_run is not None:
         return found_in_run
     raise ConfigError(
-        f"{path} is neither a complete checkpoint (a folder with the file {COMPLETE}) nor a run directory with one in "
-        f"checkpoints/."
+        f"{key}={path} is neither a complete checkpoint (a folder with the file {COMPLETE}) nor a run directory with "
+        f"one in checkpoints/. Write the path of one of them."
     )
 
 

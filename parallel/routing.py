@@ -30,6 +30,7 @@ class RoutingBook:
         self.config, self.layout, self.mixtures, self.device = config, layout, mixtures, device
         # What all ranks of a pipeline stage know is noted by the first of them, or a sum would count it once for each.
         self._first_of_stage = dist.get_rank() % (layout.world // layout.pp) == 0
+        self._layers = torch.tensor(mixture_layers(config), device=device)
         self.totals: Tensor | None = None
         """float64 (layers, `note_columns`): sums over the whole of the last step, the same on every rank."""
         self._counting = False
@@ -78,8 +79,7 @@ class RoutingBook:
     def load(self) -> Tensor:
         """How often each expert was chosen in the last step: float64 (layers with experts, experts)."""
         assert self.totals is not None
-        layers = torch.tensor(mixture_layers(self.config), device=self.device)
-        return self.totals[layers, : -len(ROUTING_SCALARS)]
+        return self.totals[self._layers, : -len(ROUTING_SCALARS)]
 
     def metrics(self) -> dict[str, Tensor]:
         """What is worth knowing of the last step, on the device: scalars, and loads by layer (layers with experts,).
@@ -88,7 +88,7 @@ class RoutingBook:
         `expert_load_cv` and `router_entropy` (nats), and for sums: dead experts, losses with their coefficients, bytes.
         """
         assert self.totals is not None
-        moe, data, layers = self.config.model.moe, self.config.data, len(mixture_layers(self.config))
+        moe, data, layers = self.config.model.moe, self.config.data, len(self._layers)
         load = self.load()
         relative = load / load.mean(1, keepdim=True)
         chosen = data.global_batch * data.seq_len * moe.num_experts_per_tok * layers

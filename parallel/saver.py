@@ -78,8 +78,11 @@ class Saver:
         staged = cast(dict[str, Any], self._stager.stage(tensors))
         files = {STATE: plain_bytes(state), RUN: (json.dumps(about, indent=1) + "\n").encode()}
         waited = time.perf_counter() - began
+        gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
 
         def in_background() -> None:
+            if gpu is not None:  # a new thread begins on the first of the node
+                torch.cuda.set_device(gpu)
             try:
                 self.write(folder, staged, files)
                 if then is not None and rank == 0:
@@ -133,7 +136,8 @@ class Saver:
             self._together(clear if rank == 0 else None)
             with one_process_is_fine():
                 # torch keeps a file's tensors until it is closed: one that is made when written has its own file.
-                writer = _Writer(partial, single_file_per_rank=planner is None)
+                # Everything is on the host: torch's look-ahead would open a context on a GPU for nothing.
+                writer = _Writer(partial, single_file_per_rank=planner is None, per_thread_copy_ahead=0)
                 alone = world == 1
                 dcp.save(staged, storage_writer=writer, planner=planner, no_dist=alone, process_group=self._group)
             digests = self._together(lambda: {path.name: digest(path) for path in partial.glob(f"__{rank}_*")})

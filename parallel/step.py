@@ -24,7 +24,7 @@ from parallel.balance import ring_and_ulysses
 from parallel.collectives import all_reduce
 from parallel.compiled import compile_layers
 from parallel.config import Config
-from parallel.context import Context
+from parallel.context import Batch, Context, document_ids
 from parallel.expert import ExpertGroups, connect_experts, mixtures, split_experts
 from parallel.gradients import ClipResult, clip_gradients
 from parallel.layout import AXES, EXPERT_AXES, Layout, expert_mesh_sizes, mesh_layout
@@ -37,8 +37,6 @@ from parallel.routing import RoutingBook
 from parallel.sharded import fill_block, whole
 from parallel.tensor import split_tensors, sum_partial_gradients
 from parallel.zero import before_microbatch, shard
-
-Batch = dict[str, Tensor]
 
 
 @dataclass
@@ -90,7 +88,7 @@ class ParallelModel:
             return whole(of(parameter))
         owner = self.pipeline.owner(name)
         if parameter is not None:
-            tensor = whole(of(parameter)).detach().clone()
+            tensor = whole(of(parameter)).detach().to(self.pipeline.device, copy=True)
         else:
             shape = (parameter_shapes(self.config.model) | adapter_shapes(self.config.model))[name]
             tensor = torch.empty(shape, dtype=DTYPES[self.config.precision.master], device=self.pipeline.device)
@@ -140,6 +138,8 @@ def parallelize(
             shard(part, _data_axes(mesh, "dp_shard"), expert_mesh, parallelism, precision)
         with fake or nullcontext():
             part.to_empty(device="cpu" if parallelism.offload else device)
+            if parallelism.offload:  # routers' biases are no weights: they are used where tokens are
+                _move_buffers(part, device)
         part.tie_weights()
     if fake is None:
         initialise(decoder, config.model, config.seed, fill_block)
@@ -174,6 +174,12 @@ def _expert_groups(model: ParallelModel) -> ExpertGroups:
     )
 
 
+def _move_buffers(part: nn.Module, device: torch.device) -> None:
+    for module in part.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
 def microbatches(batch: Batch, size: int) -> list[Batch]:
     """A data rank's batch in pieces of `size` sequences."""
     count = batch["tokens"].shape[0] // size
@@ -182,8 +188,8 @@ def microbatches(batch: Batch, size: int) -> list[Batch]:
 
 def token_loss(decoder: Decoder, batch: Batch, config: Config, told: dict[str, Any] | None = None) -> Tensor:
     """Sum of the token losses of a microbatch; `told` is what the decoder is told of it besides."""
-    document_ids = batch["document_ids"] if config.data.document_mask else None
-    return decoder(batch["tokens"], batch["positions"], document_ids, batch["labels"], **told or {})
+    documents = document_ids(batch, config)
+    return decoder(batch["tokens"], batch["positions"], documents, batch["labels"], **told or {})
 
 
 def dropout_key(model: ParallelModel, batch: Batch, step: int) -> DropoutKey | None:

@@ -23,10 +23,11 @@ from models.decoder import Decoder
 from parallel import rng
 from parallel.checkpoint import load
 from parallel.config import Config
+from parallel.context import Batch
 from parallel.layout import Layout
 from parallel.ranks import Ranks, start_process_group
 from parallel.saver import SaveError, Saver
-from parallel.step import Batch, ParallelModel, forward_backward, make_mesh, parallelize
+from parallel.step import ParallelModel, forward_backward, make_mesh, parallelize
 
 
 class Trainable(Protocol):

@@ -111,5 +111,19 @@ def before_microbatch(decoder: nn.Module, zero: int, last: bool) -> None:
         decoder.set_reshard_after_backward(last or zero == 3)
 
 
+def add_to_sums(decoder: nn.Module) -> None:
+    """Add gradients that have just been made to their sums in `precision.reduce`.
+
+    FSDP2 does so in hooks, which the half of a backward pass that is for weights does not call: several in a row would
+    add up in the type of computing.
+    """
+    if isinstance(decoder, FSDPModule):
+        for module in _groups(decoder):
+            for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]
+                for parameter in group.fsdp_params:
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+
+
 def _groups(decoder: nn.Module) -> list[FSDPModule]:
     return [module for module in decoder.modules() if isinstance(module, FSDPModule)]

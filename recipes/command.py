@@ -1,6 +1,6 @@
 """What every command shares: composing its config, refusing a bad one in the user's words, and the exit code.
 
-Exit codes: 0 good; 2 the config is refused; 1 anything else that failed.
+Exit codes: 0 good; 2 the config is refused; 130 after Ctrl-C; 1 anything else that failed.
 """
 
 import atexit

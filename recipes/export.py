@@ -45,7 +45,7 @@ def export(composed: DictConfig) -> None:
     from parallel.files import write_whole
     from parallel.stored import StoredWeights, write_adapters, write_published
     from recipes.resume import PUBLISHED
-    from recipes.trained import find_trained, load_trained
+    from recipes.trained import find_trained
     from recipes.verify import verify_logits
 
     config, checkpoint = find_trained(settings.run)
@@ -56,6 +56,11 @@ def export(composed: DictConfig) -> None:
     if lora.rank and not settings.merge and (settings.verify or dtype is not None):
         raise ConfigError(
             "verify and dtype are for whole models, and adapters go alone. Write merge=true, or leave them out."
+        )
+    if lora.rank and settings.verify and dtype is not None:
+        raise ConfigError(
+            f"verify=true with dtype={settings.dtype}: adapters are merged before they are rounded, so that logits of "
+            "the rounded model differ from the run's own. Write dtype=null, or verify=false."
         )
     weights = StoredWeights(checkpoint, lora.alpha / lora.rank if settings.merge else None)
     described = config_dict(config.model)
@@ -76,7 +81,7 @@ def export(composed: DictConfig) -> None:
         write_tokenizer(run / "tokenizer.json", partial, config.model.max_position_embeddings)
     write_published(partial, config.model, weights, dtype, int(settings.shard_gb * 1e9))
     if settings.verify:
-        verify_logits(load_trained(settings.run).decoder, partial)
+        verify_logits(config, checkpoint, partial, dtype)
     os.rename(partial, out)
     size = sum(path.stat().st_size for path in out.iterdir())
     print(f"{checkpoint} as {described['model_type']}, {size / 1e9:.3f} GB in {out}")

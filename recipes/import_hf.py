@@ -44,11 +44,10 @@ def import_hf(composed: DictConfig) -> None:
     from recipes.resume import PUBLISHED, keep_companions
     from recipes.run_directory import RunDirectory, environment
     from recipes.schema import to_config
-    from recipes.trained import load_trained
     from recipes.verify import verify_logits
 
     folder = Path(settings.path)
-    published = Published(folder, settings.allow_pickle)
+    published = Published(folder, "path", settings.allow_pickle)
     model = published.config()
     published.check(model)
     base = to_config(compose("config", overrides=[f"run.dir={out}", f"run.id={out.name}"]))
@@ -79,7 +78,7 @@ def import_hf(composed: DictConfig) -> None:
     record(run.checkpoints, name, {})
     published.close()
     if settings.verify:
-        verify_logits(load_trained(str(out)).decoder, folder)
+        verify_logits(config, run.checkpoints / name, folder)
     print(f"{model.name}: {parameter_count(model):,} parameters in {out}")
     words = f"--config-dir {out}/conf model=imported weights={out} data=..."
     if (folder / "tokenizer.json").is_file():

@@ -1,6 +1,5 @@
 """Start the processes of a run on this machine, one per rank, and see to it that they end together."""
 
-import ctypes
 import json
 import logging
 import os
@@ -15,7 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from models.errors import ConfigError, RunError
-from parallel.ranks import STORE_VARIABLE, Ranks, node_name
+from parallel.files import write_whole
+from parallel.ranks import STORE_VARIABLE, Ranks, end_with_parent, node_name
 from parallel.watch import Watch, from_collective
 from recipes.command import leave_word_of_refusal
 from recipes.run_directory import first_failure
@@ -84,15 +84,9 @@ def _start(
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=None if output is None else subprocess.STDOUT,
-        preexec_fn=_die_with_parent,
+        preexec_fn=end_with_parent,
         process_group=0,
     )
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _wait_for_failures(ranks: list[subprocess.Popen[bytes]]) -> dict[int, int]:
@@ -156,7 +150,7 @@ def stalled(run_dir: Path, verdict: str) -> None:
 
 def _leave_report(rank: int, message: str, refused: bool, interrupted: bool) -> None:
     report = {"time": time.time(), "rank": rank, "refused": refused, "interrupted": interrupted, "message": message}
-    Path(os.environ[ERROR_VARIABLE]).write_text(json.dumps(report))
+    write_whole(Path(os.environ[ERROR_VARIABLE]), json.dumps(report))
 
 
 @contextmanager
@@ -169,7 +163,11 @@ def error_reported(ranks: Ranks, run_dir: Path) -> Iterator[list[Watch]]:
     """
     watched: list[Watch] = []
     if ranks.world == 1:
-        yield watched
+        try:
+            yield watched
+        finally:
+            for watch in watched:
+                watch.stop()  # the next point of a sweep runs in this process
         return
     try:
         yield watched

@@ -9,9 +9,10 @@ from torch.optim import Optimizer
 
 from models.decoder import Decoder
 from parallel.config import Config
+from parallel.context import Batch
 from parallel.gradients import guard_update
 from parallel.pipeline import build_decoder
-from parallel.step import Batch, ParallelModel, clip, evaluate
+from parallel.step import ParallelModel, clip, evaluate
 from parallel.strategy import QuintetStrategy
 from recipes.optimizers import make_optimizer, make_schedule
 from recipes.validation import batch_sums, means

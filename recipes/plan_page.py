@@ -58,7 +58,7 @@ def _body(plan: Plan) -> Iterator[str]:
         yield f"<section><h2>Worth knowing before it starts</h2>{lines}</section>"
     yield _section(
         "Memory of a rank at its peak",
-        f"By formula, per pipeline stage. Assumed on top: {SLACK:.0%} that the allocator holds unused and "
+        f"By formula, per place along pp. Assumed on top: {SLACK:.0%} that the allocator holds unused and "
         f"{RESERVED_BYTES / 1e9:.1f} GB of context and NCCL.",
         plan_pictures.memory(plan) + _recompute(plan),
     )
@@ -69,16 +69,16 @@ def _body(plan: Plan) -> Iterator[str]:
             f"are free.",
             plan_pictures.timeline(plan),
         )
-    if any(stage.traffic for stage in plan.stages):
+    if any(rank.traffic for rank in plan.pipeline_ranks):
         yield _section(
             "What a rank sends in a step",
-            "The busiest stage. Blue runs inside a node, red between nodes; the pale part can hide under computing. "
-            "Seconds are bytes over the speed of the wires, by data sheet.",
+            "The busiest place along pp. Blue runs inside a node, red between nodes; the pale part can hide under "
+            "computing. Seconds are bytes over the speed of the wires, by data sheet.",
             plan_pictures.traffic(plan),
         )
     yield _section(
         "Ranks on nodes",
-        "A square is a device, its colour the pipeline stage; point at one for its place on every axis.",
+        "A square is a device, its colour the place along pp; point at one for its place on every axis.",
         plan_pictures.ranks(plan) + _layers(plan),
     )
 
@@ -90,7 +90,7 @@ def _section(title: str, words: str, inside: str) -> str:
 def _cards(plan: Plan) -> Iterator[str]:
     config = plan.config
     total = plan.tokens_per_step * config.trainer.max_steps
-    worst = max(stage.needed for stage in plan.stages)
+    worst = max(rank.needed for rank in plan.pipeline_ranks)
     if plan.device_memory is None:
         yield _card(f"{worst / 1e9:.1f} GB", "a rank needs at most")
     else:
@@ -111,8 +111,10 @@ def _card(number: str, words: str, kind: str = "") -> str:
 
 
 def _recompute(plan: Plan) -> str:
-    modes = plan.stages[0].by_recompute
-    cells = "".join(f'<td class="n">{max(s.by_recompute[m] for s in plan.stages) / 1e9:.1f} GB</td>' for m in modes)
+    modes = plan.pipeline_ranks[0].by_recompute
+    cells = "".join(
+        f'<td class="n">{max(s.by_recompute[m] for s in plan.pipeline_ranks) / 1e9:.1f} GB</td>' for m in modes
+    )
     heads = "".join(f'<th class="n">{escape(mode)}</th>' for mode in modes)
     return f"<table><tr><th>recompute</th>{heads}</tr><tr><td>needed at most</td>{cells}</tr></table>"
 
@@ -120,11 +122,11 @@ def _recompute(plan: Plan) -> str:
 def _layers(plan: Plan) -> str:
     each = plan.layout.world // plan.layout.pp
     rows = "".join(
-        f"<tr><td>{stage.pp_rank}</td><td>{stage.pp_rank * each:,} to {stage.pp_rank * each + each - 1:,}</td>"
-        f"<td>{escape(ranges(stage.layers))}</td><td class='n'>{len(stage.layers)}</td></tr>"
-        for stage in plan.stages
+        f"<tr><td>{rank.pp_rank}</td><td>{rank.pp_rank * each:,} to {rank.pp_rank * each + each - 1:,}</td>"
+        f"<td>{escape(ranges(rank.layers))}</td><td class='n'>{len(rank.layers)}</td></tr>"
+        for rank in plan.pipeline_ranks
     )
-    return f"<table><tr><th>stage</th><th>ranks</th><th>layers</th><th class='n'>count</th></tr>{rows}</table>"
+    return f"<table><tr><th>pp</th><th>ranks</th><th>layers</th><th class='n'>count</th></tr>{rows}</table>"
 
 
 def _short(value: float) -> str:

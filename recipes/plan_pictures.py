@@ -1,4 +1,4 @@
-"""The pictures of a plan, as SVG: ranks on nodes, memory per stage, bytes per axis, the pipeline's timeline."""
+"""The pictures of a plan, as SVG: ranks on nodes, memory per pipeline rank, bytes per axis, the pipeline's timeline."""
 
 from collections.abc import Iterator
 from html import escape
@@ -52,16 +52,16 @@ def legend(y: float, entries: dict[str, str]) -> Iterator[str]:
 
 
 def ranks(plan: Plan) -> str:
-    """Nodes as boxes of devices, coloured by pipeline stage, for the first nodes of every stage."""
+    """Nodes as boxes of devices, coloured by their place along pp, for the first nodes of each."""
     layout, per_node = plan.layout, plan.devices_per_node
     each = layout.world // layout.pp
     nodes = max(layout.world // per_node, 1)
     if nodes <= NODES_SHOWN:
         shown = list(range(nodes))
     else:
-        of_stage = max(NODES_SHOWN // layout.pp, 1)
-        starts = [stage * each // per_node for stage in range(layout.pp)]
-        shown = [node for start in starts for node in range(start, start + min(of_stage, max(each // per_node, 1)))]
+        of_each = max(NODES_SHOWN // layout.pp, 1)
+        starts = [pp_rank * each // per_node for pp_rank in range(layout.pp)]
+        shown = [node for start in starts for node in range(start, start + min(of_each, max(each // per_node, 1)))]
     cell, gap, columns = 17, 14, 4 if per_node >= 4 else per_node
     rows_in_node = -(-per_node // columns)
     width, height = columns * cell + 10, rows_in_node * cell + 26
@@ -82,44 +82,46 @@ def ranks(plan: Plan) -> str:
                 fill = STAGES[place["pp"] % len(STAGES)]
                 yield box(left + 1, top + 1, cell - 2, cell - 2, fill, f"rank {rank}: {named}", 3)
         if len(shown) < nodes:
-            words = f"{len(shown)} of {nodes:,} nodes: the first of every pipeline stage"
+            words = f"{len(shown)} of {nodes:,} nodes: the first of every place along pp"
             yield text(5, rows * (height + gap) + 14, words, "small")
 
     return picture(rows * (height + gap) + 20, parts(), "ranks on nodes")
 
 
 def memory(plan: Plan) -> str:
-    """A bar per pipeline stage, its kinds stacked, against the device's memory."""
+    """A bar per place along pp, its kinds stacked, against the device's memory."""
     limit = plan.device_memory or 0
-    most = max(limit, *(stage.needed for stage in plan.stages)) * 1.03
+    most = max(limit, *(rank.needed for rank in plan.pipeline_ranks)) * 1.03
     scale, row, left = (WIDTH - 200) / most, 30, 110
-    height = len(plan.stages) * row + 66
+    height = len(plan.pipeline_ranks) * row + 66
 
     def parts() -> Iterator[str]:
-        for number, stage in enumerate(plan.stages):
+        for number, rank in enumerate(plan.pipeline_ranks):
             y, x = 8 + number * row, float(left)
-            yield text(left - 10, y + 15, f"stage {stage.pp_rank}", "label", "end")
+            yield text(left - 10, y + 15, f"pp {rank.pp_rank}", "label", "end")
             for kind in KINDS:
-                size = getattr(stage.memory, kind)
+                size = getattr(rank.memory, kind)
                 yield box(x, y, size * scale, row - 9, COLOURS[kind], f"{kind}: {size / 1e9:.2f} GB", 0)
                 x += size * scale
-            extra = stage.needed - stage.memory.total
+            extra = rank.needed - rank.memory.total
             yield box(x, y, extra * scale, row - 9, COLOURS["assumed"], f"assumed: {extra / 1e9:.2f} GB", 0)
-            yield text(x + extra * scale + 6, y + 15, f"{stage.needed / 1e9:.1f} GB", "small")
-        bottom = 8 + len(plan.stages) * row
+            yield text(x + extra * scale + 6, y + 15, f"{rank.needed / 1e9:.1f} GB", "small")
+        bottom = 8 + len(plan.pipeline_ranks) * row
         if limit:
             x = left + limit * scale
             yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{bottom}" class="limit"/>'
             yield text(x, bottom + 14, f"{plan.config.cluster.device}: {limit / 1e9:.1f} GB", "small", "end")
-        shown = {kind for kind in KINDS if any(getattr(stage.memory, kind) for stage in plan.stages)} | {"assumed"}
+        shown = {kind for kind in KINDS if any(getattr(rank.memory, kind) for rank in plan.pipeline_ranks)} | {
+            "assumed"
+        }
         yield from legend(bottom + 42, {kind: colour for kind, colour in COLOURS.items() if kind in shown})
 
-    return picture(height, parts(), "memory per pipeline stage")
+    return picture(height, parts(), "memory per place along pp")
 
 
 def traffic(plan: Plan) -> str:
     """Bytes that a rank sends in a step, by axis and operation; what can hide under computing is pale."""
-    busiest = max(plan.stages, key=lambda stage: sum(row["bytes_sent"] for row in stage.traffic))
+    busiest = max(plan.pipeline_ranks, key=lambda rank: sum(row["bytes_sent"] for row in rank.traffic))
     rows = sorted(busiest.traffic, key=lambda row: -(row["seconds"] or row["bytes_sent"]))[:10]
     timed = all(row["seconds"] is not None for row in rows)
     most = max((row["seconds"] if timed else row["bytes_sent"]) for row in rows) or 1

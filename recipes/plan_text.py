@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from parallel.plan.memory import KINDS
-from parallel.plan.plan import RESERVED_BYTES, SLACK, Plan, Stage
+from parallel.plan.plan import RESERVED_BYTES, SLACK, PipelineRank, Plan
 
-SHOWN_STAGES = 8
+SHOWN = 8
+"""Places along pp."""
 
 
 def text(plan: Plan) -> str:
@@ -45,13 +46,13 @@ def _ranks(plan: Plan) -> Iterator[str]:
     layout = plan.layout
     yield "ranks (tp varies fastest; ranks fill one node after another)"
     each = layout.world // layout.pp
-    for stage in _shown(plan.stages):
-        first = stage.pp_rank * each
-        nodes = sorted({rank // plan.devices_per_node for rank in (first, first + each - 1)})
+    for rank in _shown(plan.pipeline_ranks):
+        first, last = rank.pp_rank * each, (rank.pp_rank + 1) * each - 1
+        nodes = sorted({end // plan.devices_per_node for end in (first, last)})
         where = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {nodes[0]} to {nodes[-1]}"
-        held = ranges(stage.layers)
-        ends = ["embedding"] * (0 in stage.stages) + ["output layer"] * _is_last(plan, stage)
-        yield f"  pp {stage.pp_rank}: ranks {first} to {first + each - 1}, {where}: layers {', '.join([held, *ends])}"
+        held = ranges(rank.layers)
+        ends = ["embedding"] * (0 in rank.stages) + ["output layer"] * _is_last(plan, rank)
+        yield f"  pp {rank.pp_rank}: ranks {first} to {last}, {where}: layers {', '.join([held, *ends])}"
     yield from _left_out(plan)
 
 
@@ -59,25 +60,28 @@ def _memory(plan: Plan) -> Iterator[str]:
     limit = "" if plan.device_memory is None else f", device {_gb(plan.device_memory)}"
     yield f"memory of a rank at its peak, in GB{limit}"
     yield f"  {'pp':>3}" + "".join(f"{kind:>14}" for kind in KINDS) + f"{'peak':>10}{'needed':>10}  peaks in"
-    for stage in _shown(plan.stages):
-        parts = "".join(f"{getattr(stage.memory, kind) / 1e9:>14.2f}" for kind in KINDS)
-        over = plan.device_memory is not None and stage.needed > plan.device_memory
-        sizes = f"{stage.memory.total / 1e9:>10.2f}{stage.needed / 1e9:>10.2f}"
-        yield f"  {stage.pp_rank:>3}{parts}{sizes}  {stage.memory.moment}{'  DOES NOT FIT' * over}"
+    for rank in _shown(plan.pipeline_ranks):
+        parts = "".join(f"{getattr(rank.memory, kind) / 1e9:>14.2f}" for kind in KINDS)
+        over = plan.device_memory is not None and rank.needed > plan.device_memory
+        sizes = f"{rank.memory.total / 1e9:>10.2f}{rank.needed / 1e9:>10.2f}"
+        yield f"  {rank.pp_rank:>3}{parts}{sizes}  {rank.memory.moment}{'  DOES NOT FIT' * over}"
     yield from _left_out(plan)
     yield (
         f"  needed = peak + {SLACK:.0%} that the allocator holds unused + {RESERVED_BYTES / 1e9:.2f} for context and "
         f"NCCL (both assumed)"
     )
-    worst = {mode: max(stage.by_recompute[mode] for stage in plan.stages) for mode in plan.stages[0].by_recompute}
+    worst = {
+        mode: max(rank.by_recompute[mode] for rank in plan.pipeline_ranks)
+        for mode in plan.pipeline_ranks[0].by_recompute
+    }
     yield "  needed under each recompute: " + ", ".join(f"{mode} {size / 1e9:.1f}" for mode, size in worst.items())
 
 
 def _traffic(plan: Plan) -> Iterator[str]:
-    if not any(stage.traffic for stage in plan.stages):
+    if not any(rank.traffic for rank in plan.pipeline_ranks):
         yield "traffic: none"
         return
-    busiest = max(plan.stages, key=lambda stage: sum(row["bytes_sent"] for row in stage.traffic))
+    busiest = max(plan.pipeline_ranks, key=lambda rank: sum(row["bytes_sent"] for row in rank.traffic))
     yield f"what a rank of pp {busiest.pp_rank} sends in a step (the busiest)"
     yield f"  {'axis':<13}{'operation':<16}{'calls':>8}{'GB':>11}  {'wires':<15}{'seconds':>9}{'can hide':>10}"
     for row in sorted(busiest.traffic, key=lambda row: -row["bytes_sent"]):
@@ -96,19 +100,19 @@ def _problems(plan: Plan) -> Iterator[str]:
         yield f"{problem.severity}: {problem.message}"
 
 
-def _shown(stages: list[Stage]) -> list[Stage]:
-    if len(stages) <= SHOWN_STAGES:
-        return stages
-    return [*stages[: SHOWN_STAGES - 1], stages[-1]]
+def _shown(ranks: list[PipelineRank]) -> list[PipelineRank]:
+    if len(ranks) <= SHOWN:
+        return ranks
+    return [*ranks[: SHOWN - 1], ranks[-1]]
 
 
 def _left_out(plan: Plan) -> Iterator[str]:
-    if len(plan.stages) > SHOWN_STAGES:
-        yield f"  (pp {SHOWN_STAGES - 1} to {len(plan.stages) - 2} are in plan.json)"
+    if len(plan.pipeline_ranks) > SHOWN:
+        yield f"  (pp {SHOWN - 1} to {len(plan.pipeline_ranks) - 2} are in plan.json)"
 
 
-def _is_last(plan: Plan, stage: Stage) -> bool:
-    return plan.config.model.num_hidden_layers - 1 in stage.layers
+def _is_last(plan: Plan, rank: PipelineRank) -> bool:
+    return plan.config.model.num_hidden_layers - 1 in rank.layers
 
 
 def ranges(numbers: list[int]) -> str:

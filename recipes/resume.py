@@ -32,7 +32,7 @@ def checkpoint_to_resume(config: Config, run: RunDirectory, tokenizer: Tokenizer
     own = None if config.ckpt == "none" else newest_sound(run.checkpoints, own=True)
     if config.ckpt in ("auto", "none"):
         return own
-    named = find(here(config.ckpt, run))
+    named = find(here("ckpt", config.ckpt, run), "ckpt")
     if json.loads((named / RUN).read_text()).get("weights_only"):
         raise ConfigError(
             f"ckpt={config.ckpt} holds weights only, no optimizer and no step. Write weights={config.ckpt}."
@@ -56,15 +56,15 @@ def starting_weights(path: str, run: RunDirectory, tokenizer: Tokenizer | None) 
 
     Raises ConfigError, also later, for weights that are not there or not those of this model.
     """
-    folder = here(path, run)
+    folder = here("weights", path, run)
     if run.writes:
         log.info("starting from the weights of %s", folder)
         check_tokenizer(f"weights={path}", folder, tokenizer)
     if (folder / "config.json").is_file():
-        published = Published(folder)
+        published = Published(folder, "weights")
         keep_companions(folder, run)
         return partial(fill_from_published, published=published)
-    checkpoint = find(folder)
+    checkpoint = find(folder, "weights")
     if json.loads((checkpoint / RUN).read_text())["config"]["model"].get("lora", {}).get("rank", 0):
         raise ConfigError(
             f"weights={path} has adapters beside its weights. Put them together first: python -m recipes.export "
@@ -94,15 +94,15 @@ def check_tokenizer(key: str, folder: Path, tokenizer: Tokenizer | None) -> None
         )
 
 
-def here(path: str, run: RunDirectory) -> Path:
-    """A path; what lies at a remote address is fetched into the run directory. All ranks call it."""
+def here(key: str, path: str, run: RunDirectory) -> Path:
+    """A path, the value of `key`; from a remote address it is fetched into the run directory. All ranks call it."""
     if not is_remote(path):
         return Path(path)
     problem: str | None = None
     fetched: Path | None = None
     if run.writes:
         try:
-            fetched = fetch(path, run.path / "fetched")
+            fetched = fetch(key, path, run.path / "fetched")
         except ConfigError as error:
             problem = str(error)
     problem, fetched = from_first_rank((problem, fetched))

@@ -5,14 +5,13 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from models.errors import ConfigError, RunError
-from parallel.config import Config, RunConfig
+from parallel.config import Config
 from parallel.files import write_whole
 from parallel.retention import complete_checkpoints
 from recipes.environment import environment
@@ -20,6 +19,11 @@ from recipes.plain import plain
 from recipes.schema import read_config
 
 DONE, FAILED = "DONE", "FAILED"
+SPLIT = ("parallelism.", "cluster.", "recipe.hardware", "recipe.status", "recipe.devices", "data.micro_batch")
+SPEED = ("trainer.compile", "data.workers", "data.cache_dir")
+WATCHED = ("trainer.log_interval", "trainer.val_", "debug.detect_anomaly", "debug.profile", "callbacks.", "logger.")
+FREE = (*SPLIT, *SPEED, *WATCHED, "checkpoint.", "ckpt", "run.")
+"""Keys, by how they begin, that may change while a run goes on: they do not make it another run."""
 log = logging.getLogger("quintet")
 
 
@@ -70,18 +74,19 @@ class RunDirectory:
             written = read_config(self.path / "config.yaml")
         except ConfigError as error:
             raise ConfigError(f"run.dir={self.path}: {error} Choose another run.dir, or remove it.") from error
-        before, now = _comparable(written), _comparable(config)
-        differ = [key for key in now if now[key] != before[key]]
-        if differ:
-            raise ConfigError(
-                f"run.dir={self.path} holds a run whose config differs in {', '.join(differ)}. Going on would mix two "
-                f"runs: choose another run.dir, or give the settings of {self.path}/config.yaml."
-            )
         old, new = _flat(plain(written)), _flat(plain(config))
+        differ = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+        if fixed := [key for key in differ if not key.startswith(FREE)]:
+            listed = ", ".join(f"{key}={new.get(key)} (was {old.get(key)})" for key in fixed[:6])
+            listed += f" and {len(fixed) - 6} more" * (len(fixed) > 6)
+            raise ConfigError(
+                f"run.dir={self.path} holds a run of another config: {listed}. Going on would mix two runs: choose "
+                f"another run.dir, or give the settings of {self.path}/config.yaml."
+            )
         return [
             f"{key} {old.get(key)} -> {new.get(key)}"
-            for key in sorted({*old, *new})
-            if old.get(key) != new.get(key) and not key.startswith(("run.", "ckpt", "callbacks.", "logger."))
+            for key in differ
+            if not key.startswith(("run.", "ckpt", "callbacks.", "logger."))
         ]
 
     @contextmanager
@@ -98,7 +103,7 @@ class RunDirectory:
             yield
             log.info("done in %.0f s; run directory: %s", time.monotonic() - started, self.path)
         except BaseException as error:
-            self.fail(f"{type(error).__name__}: {error}")
+            first_failure(self.path, f"{type(error).__name__}: {error}")
             raise
         finally:
             log.removeHandler(handler)
@@ -122,18 +127,10 @@ def first_failure(path: Path, reason: str) -> None:
     try:
         with (path / FAILED).open("x") as file:
             file.write(reason.rstrip() + "\n")
+    except FileExistsError:
+        return
     except OSError:
-        log.error("could not write %s, or it is there already", path / FAILED)
-
-
-def _comparable(config: Config) -> dict[str, Any]:
-    """What makes a run the run it is: not where it lies, how it is split, what is watched or when it is saved."""
-    data = replace(config.data, cache_dir="", workers=0, micro_batch=1)
-    trainer = replace(config.trainer, log_interval=1, val_interval=None, val_sequences=None)
-    debug = replace(config.debug, detect_anomaly=False, profile=False)
-    own = replace(config, run=RunConfig("", "", ""), ckpt="", data=data, trainer=trainer, debug=debug)
-    free = ("parallelism", "cluster", "checkpoint", "callbacks", "logger")
-    return {key: value for key, value in plain(own).items() if key not in free}
+        log.error("could not write %s", path / FAILED)
 
 
 def _flat(tree: Any, path: str = "") -> dict[str, Any]:

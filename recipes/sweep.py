@@ -42,8 +42,8 @@ class Point:
         if (self.job.run_dir / "DONE").exists():
             return "done"
         failed = self.job.run_dir / "FAILED"
-        reason = failed.read_text().splitlines()[0] if failed.exists() else "look at its log"
-        return f"failed: {reason}"
+        said = failed.read_text().splitlines() if failed.exists() else []
+        return f"failed: {said[0] if said else 'look at its log'}"
 
 
 class Sweep:

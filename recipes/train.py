@@ -56,6 +56,7 @@ def train(composed: DictConfig) -> None:
         stop_process_group,
         wait_for_all,
     )
+    from parallel.remote import check_address
     from parallel.watch import Watch
     from recipes.launch import error_reported, run_on_ranks, stalled
     from recipes.loggers import finish_wandb
@@ -67,6 +68,8 @@ def train(composed: DictConfig) -> None:
     world = world_size(config.cluster, config.parallelism, gpus) if ranks.launcher == "none" else ranks.world
     problems = validate(config, world)
     refuse(problems)
+    if config.checkpoint.mirror is not None:
+        check_address("checkpoint.mirror", config.checkpoint.mirror)
     if ranks.rank == 0 and ranks.launcher != "quintet":  # then the launcher has said it
         for problem in problems:
             log.warning("%s: %s", problem.severity, problem.message)
@@ -111,8 +114,12 @@ def train(composed: DictConfig) -> None:
                 finally:
                     finish_wandb()
         except RunInterruptedError:
-            wait_for_all()  # srun ends all when the first one fails: not before rank 0 has written what it must
+            # srun ends all when the first one fails: not before rank 0 has written what it must. A rank that was told
+            # before the first step was told alone, and others may wait for it elsewhere.
+            if not told.at_once:
+                wait_for_all()
             raise
+        wait_for_all()  # srun gives those that are left a minute, and rank 0 may still send its last metrics
         watch.stop()
         stop_process_group()
 

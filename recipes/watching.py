@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from parallel.cluster import WatchConfig
 from parallel.collectives import begin_all_gather
-from parallel.flight import axis_groups, recorded
+from parallel.flight import Collective, axis_groups, recorded
 from parallel.layout import Layout
 from parallel.ranks import Ranks, node_name
 from parallel.watch import Watch
@@ -105,8 +105,7 @@ class Stragglers(Callback):
         seconds = time.monotonic() - self._since
         looks, waiting = self.watch.take_looks()
         if device == "cuda":
-            waited_s = sum(c.seconds or 0.0 for c in recorded() if c.entered > self._began)
-            waiting = round(looks * waited_s / seconds)
+            waiting = round(looks * waited_share(recorded(), self._began, time.time()))
         interval = [step - self._from, seconds, looks, waiting]
         self._begin(step)
         return torch.tensor(interval, dtype=torch.float64)
@@ -132,20 +131,36 @@ class Stragglers(Callback):
             # Once may be chance, and once said is enough.
             if self._slow[rank] == 2 and self.ranks.rank == 0:
                 log.warning(
-                    "rank %d on %s is slow: it works %.3g s a step, the others of its pipeline stage %.3g s (step %d)",
+                    "rank %d on %s is slow: it works %.3g s a step, its like %.3g s (step %d)",
                     *(rank, self._nodes[rank], works[rank], usual, step),
                 )
 
 
+def waited_share(collectives: list[Collective], since: float, now: float) -> float:
+    """The share of the time from `since` to `now` that a GPU spent in collectives, at least; 0 to 1.
+
+    Of as much of that time as the recorder remembers. Groups work at the same time as one another, and a sum over them
+    would count it twice: the group that took longest speaks for all.
+    """
+    seen = [collective for collective in collectives if collective.entered > since]
+    if not seen:
+        return 0.0
+    seconds: dict[str, float] = {}
+    for collective in seen:
+        seconds[collective.group] = seconds.get(collective.group, 0.0) + (collective.seconds or 0.0)
+    remembered = now - max(since, collectives[0].entered)
+    return min(max(seconds.values()) / remembered, 1.0)
+
+
 def stragglers(works: list[float], layout: Layout, factor: float) -> dict[int, float]:
-    """Ranks whose work per step is above `factor` times the median of the others of their pipeline stage: that median.
+    """Ranks whose work per step is above `factor` times the median of the others at their place along pp: that median.
 
     `works` is by rank, in seconds.
     """
     found = {}
-    for stage in layout.grid().reshape(layout.pp, -1).tolist():
-        for rank in stage:
-            others = [works[other] for other in stage if other != rank]
+    for alike in layout.grid().reshape(layout.pp, -1).tolist():
+        for rank in alike:
+            others = [works[other] for other in alike if other != rank]
             if others and works[rank] > factor * statistics.median(others):
                 found[rank] = statistics.median(others)
     return found

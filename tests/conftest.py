@@ -47,7 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.parent.name
         if folder == "slurm":
             item.add_marker(pytest.mark.alone)
-        group = "alone" if is_alone(item) else folder if folder == "distributed" else str(item.path)
+        pooled = folder == "distributed" and "pool" in getattr(item, "fixturenames", ())
+        group = "alone" if is_alone(item) and not pooled else folder if folder == "distributed" else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
 
 

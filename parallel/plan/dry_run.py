@@ -30,12 +30,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parallel.config import Config
+from parallel.context import Batch
 from parallel.expert import ExpertDispatch, mixtures
 from parallel.layout import Layout
 from parallel.pipeline import build_decoder
 from parallel.plan.traffic import Traffic, ring_bytes
 from parallel.sharded import local
-from parallel.step import Batch, ParallelModel, clip, forward_backward, make_mesh, parallelize
+from parallel.step import ParallelModel, clip, forward_backward, make_mesh, parallelize
 
 OPERATIONS = {
     "c10d::allreduce_": "all_reduce",

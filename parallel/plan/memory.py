@@ -70,7 +70,7 @@ class Memory:
 def moments(config: Config, layout: Layout, place: dict[str, int]) -> Iterator[Memory]:
     """The moments at which the rank at `place` may hold most, in the order of its schedule."""
     rank = _Rank(config, layout, place)
-    most: dict[tuple[str, int, Gradients], int] = {}
+    most: dict[tuple[str, int, Summed], int] = {}
     for moment, stage, held, made in rank.walk():
         most[moment, stage, made] = max(most.get((moment, stage, made), 0), held)
     needed = {FORWARD: rank.forward, BACKWARD: rank.backward, INPUT: rank.inputs, WEIGHT: rank.weights}
@@ -94,27 +94,8 @@ def order_of(parallelism: ParallelismConfig, count: int) -> list[list[Action]]:
     return _ordered(key, count)
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """Of which stages gradients stand, from microbatches before."""
-
-    whole: frozenset[int] = frozenset()
-    """Summed, in numbers of reduction."""
-    fresh: frozenset[int] = frozenset()
-    """Just made by the second half of a split backward pass, in numbers of computing."""
-
-    @property
-    def any(self) -> bool:
-        """Whether there are gradients at all."""
-        return bool(self.whole | self.fresh)
-
-    def made(self, stage: int) -> "Gradients":
-        """After such a half."""
-        return Gradients(self.whole, self.fresh | {stage})
-
-    def summed(self, stage: int) -> "Gradients":
-        """After FSDP2 has added those of a stage to the sum, at its next pass backward."""
-        return Gradients(self.whole | {stage}, self.fresh - {stage})
+Summed = frozenset[int]
+"""The stages of which gradients stand, from microbatches before."""
 
 
 class _Rank:
@@ -128,6 +109,8 @@ class _Rank:
         held = held_parameters(config, layout, place)
         self.largest, self.elements = max(held.values()), sum(held.values())
         self.base = Memory("", self.elements * self.master, optimizer=optimizer_elements(config, held) * self.master)
+        if parallelism.offload:  # shards, their gradients and the optimizer's state are the host's
+            self.base = Memory("")
         self.size, self.shards = sizes(config, layout), shards(config, layout)
         self.split, self.stages = split_layers(config.model, parallelism), stages_of(place["pp"], parallelism)
         self.last_stage = len(self.split) - 1
@@ -147,11 +130,6 @@ class _Rank:
         self.expert_shards = layout.expert_dp if parallelism.zero else 1
         self._alike: dict[tuple[bool, bool], LayerActivations] = {}
         self.whole = {stage: self._stage_elements(stage) for stage in self.stages}
-        ends = {stage: sum(self._ends(stage)) for stage in self.stages}
-        self.late = {stage: ends[stage] if stage == self.last_stage else self.whole[stage] for stage in self.stages}
-        """Whose gradients, made by the half for weights, are summed only at the stage's next pass backward. On the last
-        stage they are those of the output layer alone. Seen in dry runs, not derived.
-        """
         self.kept = {stage: self._stage_kept(stage) for stage in self.stages}
         self.pending = {stage: self._stage_pending(stage) if self.splits_backward else 0 for stage in self.stages}
         self.actions = self._order()[place["pp"]] if self.pipeline else self._plain()
@@ -159,7 +137,9 @@ class _Rank:
         if self.splits_backward:  # as seen in dry runs, not derived
             messages = 4 if self.last_stage in self.stages else 2
         self.buffers = messages * self.size.stream + exchange_buffers(config, layout)
-        """What a pipeline has under way, and what experts' exchange has."""
+        """What a pipeline has under way, what experts' exchange has, and a layer's shards that come from the host."""
+        if parallelism.offload:
+            self.buffers += self.layer // self.shards * self.master
 
     def _order(self) -> list[list[Action]]:
         """The schedule, of as many microbatches as show its peak: but for gpipe, a steady state holds no more."""
@@ -208,13 +188,14 @@ class _Rank:
         layers = (between_halves(self.config, self.layout, layer) for layer in self.split[stage])
         return sum(layers) + self.size.stream
 
-    def walk(self) -> Iterator[tuple[str, int, int, Gradients]]:
+    def walk(self) -> Iterator[tuple[str, int, int, Summed]]:
         """What is held, beside what a moment itself needs, when a stage makes its loss and when it goes backward.
 
         torch leaves all of the first stage's backward pass, whose inputs ask for no gradient, to the half of the
         weights.
         """
-        held, gradients = self.buffers, Gradients()
+        held: int = self.buffers
+        gradients: Summed = frozenset()
         for action in self.actions:
             stage = action.stage
             kind = BACKWARD if stage == 0 and action.kind == WEIGHT else action.kind
@@ -224,43 +205,39 @@ class _Rank:
             elif kind == BACKWARD:
                 yield BACKWARD, stage, held, gradients
                 held -= self.kept[stage]
-                gradients = gradients.summed(stage)
+                gradients |= {stage}
             elif kind == INPUT and stage > 0:
                 yield INPUT, stage, held, gradients
                 held += self.pending[stage]
-                gradients = gradients.summed(stage) if stage in gradients.fresh else gradients
             elif kind == WEIGHT:
                 yield WEIGHT, stage, held, gradients
                 held -= self.kept[stage] + self.pending[stage]
-                gradients = gradients.made(stage)
+                gradients |= {stage}
 
-    def _standing(self, held: int, made: Gradients) -> Memory:
+    def _standing(self, held: int, made: Summed) -> Memory:
         """What is held whatever the moment: weights, state, gathered weights, and gradients of earlier microbatches."""
         if self.fsdp and not self.shares_each:
-            late = {stage: self.late[stage] if self.compute != self.reduce else 0 for stage in made.fresh}
-            summed = sum(self.whole[stage] for stage in made.whole)
-            summed += sum(self.whole[stage] - late[stage] for stage in made.fresh - made.whole)
-            gradients = summed * self.reduce + sum(late.values()) * self.compute
+            gradients = sum(self.whole[stage] for stage in made) * self.reduce
         else:
-            gradients = self.elements * self.master * made.any
+            gradients = self.elements * self.master * bool(made) * (not self.config.parallelism.offload)
         gathered = sum(self.whole.values()) * self.compute if self.fsdp and self.once else 0
         return replace(self.base, activations=held, gradients=gradients, gathered=gathered)
 
-    def inputs(self, stage: int, held: int, made: Gradients) -> Iterator[Memory]:
+    def inputs(self, stage: int, held: int, made: Summed) -> Iterator[Memory]:
         """At the end of the half of a backward pass that is for inputs: nothing of the forward pass is let go yet."""
         if stage == self.last_stage:
             held -= loss_activations(self.config, self.layout).kept
         now = self._standing(held + self.pending[stage] + norm_backward(self.size), made)
         yield replace(now, moment="inputs, backward")
 
-    def weights(self, stage: int, held: int, made: Gradients) -> Iterator[Memory]:
-        """In the half that is for weights: their gradients beside all that they are made of."""
-        now = self._standing(held, made)
-        adds = self.compute == self.reduce and stage in made.whole | made.fresh  # to those that stand, one by one
+    def weights(self, stage: int, held: int, made: Summed) -> Iterator[Memory]:
+        """At the end of the half that is for weights: their gradients in place of all that they are made of."""
+        now = self._standing(held - self.kept[stage] - self.pending[stage], made)
+        adds = self.compute == self.reduce and stage in made  # to those that stand, one by one
         new = 0 if adds else self.whole[stage] * self.compute
         yield replace(now, moment="weights, backward", gradients=now.gradients + new)
 
-    def forward(self, stage: int, held: int, made: Gradients) -> Iterator[Memory]:
+    def forward(self, stage: int, held: int, made: Summed) -> Iterator[Memory]:
         """While dropout draws a mask, while logits exist, and while the gradients that were made of them are scaled."""
         if self.config.model.dropout:
             dropping = held + dropout_temporary(self.size) + 2 * self.size.stream
@@ -272,13 +249,13 @@ class _Rank:
         first = replace(now, moment="loss, forward", loss=loss.kept + loss.forward)
         if self.fsdp and not self.once:
             first = replace(first, gathered=head)
-        if self.fsdp and self.shards > 1 and not (self.once and (made.any or self.pipeline)):
+        if self.fsdp and self.shards > 1 and not (self.once and (bool(made) or self.pipeline)):
             first = replace(first, communication=head)
         yield first
         second = replace(first, moment="loss, backward", loss=loss.kept + loss.backward)
         yield replace(second, communication=0 if self.once else self.layer * self.compute * self.fsdp)
 
-    def backward(self, stage: int, held: int, made: Gradients) -> Iterator[Memory]:
+    def backward(self, stage: int, held: int, made: Summed) -> Iterator[Memory]:
         """While a stage's last layer goes backward, then the one before it, and at the end the first."""
         mine, last = self.split[stage], stage == self.last_stage
         layers = [self._layer(layer) for layer in mine]
@@ -299,7 +276,7 @@ class _Rank:
                 name = "next layer, backward" if position else "first layer, backward"
                 here = replace(here, moment=name, activations=waiting + received)
                 sent = self.layers[after[0]] - self.experts[after[0]]
-            if not reduces and after and not made.any:
+            if not reduces and after and not bool(made):
                 of = self.reduce if self.microbatches > 1 else self.compute
                 here = replace(here, gradients=here.gradients + sum(self.layers[layer] for layer in after) * of)
             yield from self._inside_layer(mine[position], layers[position], here, reduces, sent * self.reduce * reduces)
@@ -349,6 +326,8 @@ class _Rank:
 
     def clipping(self) -> Memory:
         """All gradients are there, and the square of the largest."""
+        if self.config.parallelism.offload:
+            return replace(self.base, moment="clipping")  # on the host
         square = self.largest * max(self.master, 4)
         return replace(self.base, moment="clipping", gradients=self.elements * self.master, activations=square)
 

@@ -1,5 +1,4 @@
-"""Everything that can be said of a run before it starts, as plain numbers: the one source of text, JSON and "
-"pictures."""
+"""Everything that can be said of a run before it starts, as plain numbers: the source of text, JSON and pictures."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ from parallel.layout import AXES, Layout, mesh_layout, resolve
 from parallel.plan.memory import KINDS, Memory
 from parallel.plan.network import link_bytes_per_s, nodes_spanned
 from parallel.plan.problems import Problem, refuse
-from parallel.plan.rules.fit import RESERVED_BYTES, SLACK, needed, stage_memory
+from parallel.plan.rules.fit import RESERVED_BYTES, SLACK, needed, rank_memory
 from parallel.plan.timeline import Span, bubble, expected_of, microbatch_count
 from parallel.plan.traffic import Traffic, traffic
 from parallel.plan.validate import errors, validate
@@ -20,8 +19,8 @@ from parallel.stages import split_layers, stages_of
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One pipeline rank: what it holds, and what its ranks send."""
+class PipelineRank:
+    """Those ranks that have one place along pp: what they hold, and what they send."""
 
     pp_rank: int
     stages: list[int]
@@ -53,7 +52,7 @@ class Plan:
     flops_per_token_full: float
     device_memory: int | None
     """Bytes; None where the device is not known."""
-    stages: list[Stage]
+    pipeline_ranks: list[PipelineRank]
     bubble: float
     spans: list[Span]
     """The simulated pipeline, of so many microbatches:"""
@@ -64,10 +63,10 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether every stage fits its device; None where the device is not known."""
+        """Whether every rank fits its device; None where the device is not known."""
         if self.device_memory is None:
             return None
-        return all(stage.needed <= self.device_memory for stage in self.stages)
+        return all(rank.needed <= self.device_memory for rank in self.pipeline_ranks)
 
 
 def make_plan(config: Config, world: int, mfu: float = 0.4) -> Plan:
@@ -98,7 +97,7 @@ def make_plan(config: Config, world: int, mfu: float = 0.4) -> Plan:
         flops_per_token_causal=causal,
         flops_per_token_full=full,
         device_memory=None if device is None else device.memory_bytes,
-        stages=[stage_of(config, layout, pp_rank, modes) for pp_rank in range(layout.pp)],
+        pipeline_ranks=[pipeline_rank(config, layout, pp_rank, modes) for pp_rank in range(layout.pp)],
         bubble=idle,
         spans=spans,
         microbatches_drawn=drawn,
@@ -148,16 +147,16 @@ def _may_recompute(config: Config, mode: str, world: int) -> bool:
     return all(fault.rule == "memory" for fault in errors(_recomputing(config, mode), world))
 
 
-def stage_of(config: Config, layout: Layout, pp_rank: int, modes: list[str]) -> Stage:
+def pipeline_rank(config: Config, layout: Layout, pp_rank: int, modes: list[str]) -> PipelineRank:
     """One pipeline rank of a legal config, and what it would need under other recompute modes."""
-    memory = stage_memory(config, layout, pp_rank)
-    return Stage(
+    memory = rank_memory(config, layout, pp_rank)
+    return PipelineRank(
         pp_rank=pp_rank,
         stages=stages_of(pp_rank, config.parallelism),
         layers=rank_layers(config, pp_rank),
         memory=memory,
         needed=needed(memory),
-        by_recompute={mode: needed(stage_memory(_recomputing(config, mode), layout, pp_rank)) for mode in modes},
+        by_recompute={mode: needed(rank_memory(_recomputing(config, mode), layout, pp_rank)) for mode in modes},
         traffic=[described(row, config, layout) for row in traffic(config, layout, pp_rank)],
     )
 
@@ -230,20 +229,20 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "device_memory": plan.device_memory,
         "memory_assumed": {"reserved_bytes": RESERVED_BYTES, "slack": SLACK},
         "fits": plan.fits,
-        "stages": [
+        "pipeline_ranks": [
             {
-                "pp_rank": stage.pp_rank,
-                "stages": stage.stages,
-                "layers": stage.layers,
-                "first_rank": layout.rank(pp=stage.pp_rank),
-                "moment": stage.memory.moment,
-                "memory": {kind: getattr(stage.memory, kind) for kind in KINDS},
-                "peak": stage.memory.total,
-                "needed": stage.needed,
-                "needed_by_recompute": stage.by_recompute,
-                "traffic": stage.traffic,
+                "pp_rank": rank.pp_rank,
+                "stages": rank.stages,
+                "layers": rank.layers,
+                "first_rank": layout.rank(pp=rank.pp_rank),
+                "moment": rank.memory.moment,
+                "memory": {kind: getattr(rank.memory, kind) for kind in KINDS},
+                "peak": rank.memory.total,
+                "needed": rank.needed,
+                "needed_by_recompute": rank.by_recompute,
+                "traffic": rank.traffic,
             }
-            for stage in plan.stages
+            for rank in plan.pipeline_ranks
         ],
         "rank_order": list(AXES),
         "problems": [{"severity": str(problem.severity), "message": problem.message} for problem in plan.problems],

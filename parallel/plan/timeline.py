@@ -1,7 +1,7 @@
 """When a pipeline's ranks do what: a simulation of the very orders that they execute, with a cost per stage.
 
-Times are in units of the given
-costs; messages are free. The bubble is the share of all ranks' time in which a rank computes nothing.
+Times are in units of the given costs; messages are free. The bubble is the share of all ranks' time in which a rank
+computes nothing.
 """
 
 from collections.abc import Callable

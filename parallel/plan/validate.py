@@ -7,7 +7,7 @@ from parallel.config import Config
 from parallel.layout import Layout, resolve
 from parallel.plan.problems import Fault, Problem, Severity
 from parallel.plan.repair import advice, repairs
-from parallel.plan.rules import cluster, context, experts, fit, layout, model, pipeline, run, sharding, tensor
+from parallel.plan.rules import cluster, context, experts, fit, idle, layout, model, pipeline, run, sharding, tensor
 
 Rule = Callable[[Config], Iterable[Fault]]
 LayoutRule = Callable[[Config, Layout], Iterable[Fault]]
@@ -43,7 +43,7 @@ OF_LAYOUT = (
 """Rules about a config in a world of some size, once its axes make one up."""
 OF_MEMORY = (fit.fits,)
 """Rules that can be asked only when all others are kept."""
-COSTS = (model.precision_costs, model.aligned, run.scheduler_costs, run.loop_costs)
+COSTS = (model.precision_costs, model.aligned, run.scheduler_costs, run.loop_costs, idle.idle)
 LAYOUT_COSTS = (
     tensor.costs,
     context.costs,

@@ -1,6 +1,8 @@
 """The Lightning data module: which loader a data rank reads, from which step on."""
 
 import logging
+import os
+import signal
 from pathlib import Path
 
 from lightning.pytorch import LightningDataModule
@@ -8,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from models.errors import ConfigError
 from parallel.config import Config, SyntheticData
+from parallel.ranks import end_with_parent
 from recipes.data.store import open_split, open_tokenizer, prepare
 from recipes.data.tokenizer import Tokenizer
 from recipes.data.windows import PackedWindows, StepOrder, SyntheticWindows, TrainBatches, ValidationBatches, Windows
@@ -88,4 +91,21 @@ class Data(LightningDataModule):
 
     def _loader(self, batches: Dataset, order: range) -> DataLoader:
         workers = self.config.data.workers
-        return DataLoader(batches, batch_size=None, sampler=order, num_workers=workers, persistent_workers=workers > 0)
+        return DataLoader(
+            batches,
+            batch_size=None,
+            sampler=order,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            worker_init_fn=_stand_apart,
+        )
+
+
+def _stand_apart(_: int) -> None:
+    """A data worker serves its rank until that ends: what tells the rank's process group to end is not for it.
+
+    A worker that died of such a signal would take the rank with it, before the rank could save.
+    """
+    os.setpgid(0, 0)
+    end_with_parent()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)

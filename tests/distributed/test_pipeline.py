@@ -8,7 +8,15 @@ import pytest
 
 from parallel.config import PipelineSchedule
 from parallel.plan.validate import Severity, validate
-from tests.distributed.cases import disagreeing_replicas, make_config, merged, reference, samples_read, worst_error
+from tests.distributed.cases import (
+    disagreeing_replicas,
+    make_config,
+    merged,
+    reference,
+    relative,
+    samples_read,
+    worst_error,
+)
 from tests.distributed.pool import Pool
 from tests.distributed.thinned import thinned
 
@@ -128,3 +136,16 @@ def wide_pool() -> Iterator[Pool]:
 @pytest.mark.parametrize("case", matrix(), ids=str)
 def test_the_whole_matrix_equals_one_process(wide_pool: Pool, case: tuple[int, dict[str, Any]]) -> None:
     check(wide_pool, *case, steps=2)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv_zero_bubble"])
+def test_given_bfloat16_when_the_backward_pass_is_split_then_gradients_are_still_summed_in_float32(
+    pool: Pool, schedule: str
+) -> None:
+    # The same numbers of bfloat16 from every microbatch: only the order of sums in float32 differs.
+    plain, split = (
+        merged(pool.run(2, TRAIN, make_config(**settings(name, 2, virtual, 8), precision="bf16")))
+        for name, virtual in (("1f1b", 1), (schedule, 2))
+    )
+    worst = max((relative(plain.gradients[0][name], split.gradients[0][name]), name) for name in plain.gradients[0])
+    assert worst[0] < 1e-5, worst

@@ -25,6 +25,7 @@ from tests.distributed.test_pipeline import settings
 from tests.distributed.thinned import thinned
 from tests.unit.test_timeline import ALL
 
+pytestmark = pytest.mark.alone  # it looks at the clock
 UNIT_S = 0.03
 STEPS = 6
 

@@ -2,21 +2,23 @@
 
 import sys
 import time
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
+from enum import EnumType
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 import torch.distributed as dist
 import yaml
 from torch import Tensor
 
-from models.attention import attend_alone
-from models.config import ModelConfig, RopeConfig, RopeScaling
+from models.attention import attend, attend_alone
+from models.config import ModelConfig
 from models.counts import parameters_per_layer
 from models.decoder import Decoder, DecoderLayer
 from models.loss import linear_cross_entropy
-from models.mask import AttentionMask
+from models.mask import AttentionMask, Block
+from models.moe import ExpertLinear
 from models.rotary import rotary_tables
 from parallel.layout import Layout
 from parallel.ranks import Ranks, start_process_group
@@ -67,6 +69,21 @@ def check_attention(device: torch.device) -> None:
             say(f"attention, {name}, {heads}:{groups}, gradients", worst, 6 * BF16)
 
 
+def check_rectangle(device: torch.device) -> None:
+    """Many queries on few keys that lie before them, some beyond the window: what ranks of a ring see."""
+    every = slice(None)
+    mask = AttentionMask((), (Block(every, slice(0, 330), every, slice(0, 64), shift=64, window=340),))
+    exact = [torch.randn(1, 8, length, 64, dtype=torch.float64) for length in (330, 64, 64)]
+    inputs = [x.to(device, torch.bfloat16).requires_grad_() for x in exact]
+    references = [x.detach().double().cpu().requires_grad_() for x in inputs]
+    found, expected = (attend(*tensors, mask)[0] for tensors in (inputs, references))
+    for out in (found, expected):
+        out.backward(torch.ones_like(out))
+    say("attention, a rectangle and a window, output", relative(found, expected), 2 * BF16)
+    worst = max(relative(a.grad, b.grad) for a, b in zip(inputs, references, strict=True))
+    say("attention, a rectangle and a window, gradients", worst, 6 * BF16)
+
+
 def check_loss(device: torch.device) -> None:
     """The chunked loss and its gradients, chunks smaller than the batch."""
     hidden, weight = torch.randn(1000, 256) * 0.5, torch.randn(4099, 256) * 0.05
@@ -82,22 +99,56 @@ def check_loss(device: torch.device) -> None:
         say(f"loss, {what}", relative(found, expected), 4 * BF16)
 
 
+def check_experts(device: torch.device) -> None:
+    """Products of experts with uneven rows, some with none: the kernel of `ExpertLinear` on this device."""
+    counts = torch.tensor([0, 70, 1, 0, 57])
+    rows, weight = torch.randn(128, 64), torch.randn(5, 96, 64) * 0.1
+    outcomes = []
+    for place, dtype in ((device, torch.bfloat16), (torch.device("cpu"), torch.float64)):
+        with torch.device(place):
+            layer = ExpertLinear(5, 64, 96).to(dtype)
+        layer.weight.data.copy_(weight.to(torch.bfloat16))
+        x = rows.to(torch.bfloat16).to(place, dtype).requires_grad_()
+        out = layer(x, counts.to(place))
+        out.backward(torch.ones_like(out))
+        outcomes.append((out, x.grad, layer.weight.grad))
+    for what, found, expected in zip(("output", "row gradients", "weight gradients"), *outcomes, strict=True):
+        say(f"experts, {what}", relative(found, expected), 4 * BF16)
+
+
+def preset(name: str) -> dict[str, Any]:
+    """The values of a preset of conf/model laid over those of its base; ${model.key} stands for another value."""
+    values: dict[str, Any] = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    bases = [entry for entry in values.pop("defaults") if entry not in ("schema", "_self_")]
+    merged: dict[str, Any] = preset(bases[0]) if bases else {}
+    for key, value in values.items():
+        merged[key] = merged.get(key, {}) | value if isinstance(value, dict) else value
+    return merged
+
+
 def load_model(name: str) -> ModelConfig:
     """A preset of conf/model without Hydra, which the machine may not have."""
-    values: dict[str, Any] = yaml.safe_load((CONF / f"{name}.yaml").read_text())
-    base = next((entry for entry in values.pop("defaults") if entry not in ("schema", "_self_")), None)
-    rope = values.pop("rope", {})
-    if "scaling" in rope:
-        rope["scaling"] = RopeScaling(rope["scaling"])
-    if base is not None:
-        return replace(load_model(base), **values)
-    return ModelConfig(**values, rope=RopeConfig(**rope))
+    values = preset(name)
+
+    def made(kind: Any, given: dict[str, Any]) -> Any:
+        chosen = {}
+        for key, value in given.items():
+            if isinstance(value, str) and value.startswith("${model."):
+                value = values[value.removeprefix("${model.").removesuffix("}")]
+            of = get_type_hints(kind)[key]
+            chosen[key] = made(of, value) if is_dataclass(of) else of(value) if isinstance(of, EnumType) else value
+        return kind(**chosen)
+
+    return made(ModelConfig, values)
 
 
 def check_layer(config: ModelConfig, device: torch.device, length: int) -> None:
     """Forward and backward of one layer at full width: finite, and how fast."""
     with torch.device(device):
         layer = DecoderLayer(config, 0).to(torch.bfloat16)
+        for parameter in layer.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.02)
         x = torch.randn(1, length, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         rotary = rotary_tables(config.rope, config.head_dim, torch.arange(length).unsqueeze(0), torch.bfloat16)
     mask = AttentionMask.of_sequence(length, length, config.sliding_window)
@@ -150,14 +201,17 @@ def main() -> None:
     print(f"torch {torch.__version__} on {name}")
     torch.manual_seed(0)
     check_attention(device)
+    check_rectangle(device)
     check_loss(device)
+    check_experts(device)
     check_training(device)
     if device.type == "cuda":
         for path in sorted(CONF.glob("*.yaml")):
             check_layer(load_model(path.stem), device, 2048 if "tiny" not in path.stem else 512)
             torch.cuda.empty_cache()
     else:
-        check_layer(load_model("tiny"), device, 512)
+        for small in ("tiny", "tiny_moe"):
+            check_layer(load_model(small), device, 512)
         print("full-width layers: not run on a CPU")
 
 

@@ -61,10 +61,10 @@ def test_given_a_large_recipe_when_a_corner_is_dry_run_at_its_world_size_then_it
     plan = make_plan(short, layout.world)
     rank = corners(layout)[-1]
     done = run(short, layout, rank)
-    stage = plan.stages[done.coordinates["pp"]]
-    assert stage.memory.total == pytest.approx(done.total, rel=0.03)
+    held = plan.pipeline_ranks[done.coordinates["pp"]]
+    assert held.memory.total == pytest.approx(done.total, rel=0.03)
     assert sorted(done.traffic, key=str) == sorted(expected_traffic(done, short, layout), key=str)
-    assert needed(stage.memory) < DEVICES[made.cluster.device].memory_bytes
+    assert needed(held.memory) < DEVICES[made.cluster.device].memory_bytes
 
 
 def test_given_the_recipes_when_compared_with_their_locks_then_nothing_differs() -> None:
@@ -109,7 +109,7 @@ def test_given_a_cluster_when_planned_then_the_answer_needs_no_torch_and_leaves_
     assert "recipe=dense_70b is meant for 32 devices, and the cluster has 64" in done.stdout
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["world"] == 64
-    assert [stage["layers"][0] for stage in plan["stages"]] == [0, 20, 40, 60]
+    assert [rank["layers"][0] for rank in plan["pipeline_ranks"]] == [0, 20, 40, 60]
     page = (tmp_path / "plan.html").read_text()
     assert page.count("<svg") == 4
     assert "http" not in page.replace("http-equiv", "")
@@ -134,6 +134,6 @@ def test_given_a_rank_that_does_not_exist_when_dry_run_then_it_is_refused() -> N
 def test_given_a_recompute_mode_that_experts_refuse_when_planned_then_no_memory_is_promised_for_it() -> None:
     for recipe, modes in (("dense_7b", 5), ("mixtral_8x7b", 4)):
         made = config(f"recipe={recipe}")
-        stage = make_plan(made, world_size(made.cluster, made.parallelism, 0)).stages[0]
-        assert len(stage.by_recompute) == modes
-        assert ("selective:ops" in stage.by_recompute) == (recipe == "dense_7b")
+        rank = make_plan(made, world_size(made.cluster, made.parallelism, 0)).pipeline_ranks[0]
+        assert len(rank.by_recompute) == modes
+        assert ("selective:ops" in rank.by_recompute) == (recipe == "dense_7b")

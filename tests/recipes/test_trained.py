@@ -48,7 +48,7 @@ def test_given_a_run_when_it_generates_then_the_prompt_goes_on_and_a_seed_repeat
     ("arguments", "words"),
     [
         (["generate"], "run is empty"),
-        (["evaluate", "run=/nowhere"], "/nowhere is neither a complete checkpoint"),
+        (["evaluate", "run=/nowhere"], "run=/nowhere is neither a complete checkpoint"),
         (["generate", "run=/nowhere", "temprature=1"], "Did you mean temperature?"),
         (["generate", "run={run}", "max_new_tokens=2000"], "write max_new_tokens=1019"),
         (["generate", "run={run}", "max_new_tokens=-1"], "max_new_tokens=-1"),

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,16 @@ def _usr1(job: str, *_: object) -> None:
 
 
 def _kill_a_rank(job: str, run: Path, cluster: Path, draw: random.Random) -> None:
-    ranks = wait_for(lambda: rank_processes(run), "ranks", 120, run)
-    os.kill(ranks[draw.choice(sorted(ranks))], signal.SIGKILL)
+    def killed() -> bool:
+        ranks = rank_processes(run)
+        if not ranks:
+            return False
+        with suppress(ProcessLookupError):  # SLURM may have ended it meanwhile
+            os.kill(ranks[draw.choice(sorted(ranks))], signal.SIGKILL)
+            return True
+        return False
+
+    wait_for(killed, "a rank to kill", 120, run)
 
 
 def _lose_a_node(job: str, run: Path, cluster: Path, draw: random.Random) -> None:
@@ -75,7 +84,7 @@ UNHURRIED = """
 right = module.clip
 def unhurried(*arguments, **named):
     if not os.path.exists({hurry!r}):
-        time.sleep(0.1)
+        time.sleep(0.2)
     return right(*arguments, **named)
 module.clip = unhurried
 """

@@ -47,6 +47,7 @@ HELD: dict[str, tuple[Held, Held]] = {
     "whole": (ONE_SIDE, ONE_SIDE),
     "one token after a cache": ([(range(47, 48),)], ONE_SIDE),
     "some tokens after a cache": ([(range(30, 48),)], ONE_SIDE),
+    "many tokens after a few": ([(range(4, 48),)], [(range(4), range(4, 48))]),
     "pieces on themselves": ([(range(6, 12), range(36, 42))], [(range(6, 12), range(36, 42))]),
     "pieces on everything in another order": (
         [(range(6, 12), range(36, 42))],
@@ -62,11 +63,14 @@ HELD: dict[str, tuple[Held, Held]] = {
 def _packed_softmax(
     query: Tensor, key: Tensor, begins: tuple[Tensor, Tensor], causal: bool, left: int
 ) -> list[tuple[slice, slice, Tensor]]:
-    """What FlashAttention documents of packed sequences: the diagonal ends in the last corner, `left` counts back."""
-    blocks = []
+    """What FlashAttention does with packed sequences: the diagonal ends in the last corner, `left` counts back.
+
+    Beside a limit on the left, none on the right is one of as many keys as the longest sequence has.
+    """
+    blocks, right = [], int(begins[1].diff().max())
     for (a, b), (c, d) in zip(*(x.unfold(0, 2, 1).tolist() for x in begins), strict=True):
         distance = torch.arange(b - a).unsqueeze(-1) + (d - c) - (b - a) - torch.arange(d - c)
-        allowed = (distance <= left) if left >= 0 else torch.ones_like(distance, dtype=torch.bool)
+        allowed = torch.ones_like(distance, dtype=torch.bool) if left < 0 else (distance <= left) & (distance >= -right)
         blocks.append((slice(a, b), slice(c, d), allowed & (distance >= 0) if causal else allowed))
     return blocks
 

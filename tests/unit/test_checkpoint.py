@@ -186,15 +186,15 @@ def test_given_a_path_when_looked_for_then_it_is_a_checkpoint_or_a_run_with_one_
     written: Path, tmp_path: Path
 ) -> None:
     folder = _copy(written, tmp_path)
-    assert find(tmp_path) == folder / checkpoint_name(6)
-    assert find(folder / checkpoint_name(3)) == folder / checkpoint_name(3)
+    assert find(tmp_path, "ckpt") == folder / checkpoint_name(6)
+    assert find(folder / checkpoint_name(3), "ckpt") == folder / checkpoint_name(3)
     for nothing in (tmp_path / "nowhere", folder):
         with pytest.raises(ConfigError, match="neither a complete checkpoint"):
-            find(nothing)
+            find(nothing, "ckpt")
     _flip(folder / checkpoint_name(6) / ".metadata", folder)
-    assert find(tmp_path) == folder / checkpoint_name(3)
+    assert find(tmp_path, "ckpt") == folder / checkpoint_name(3)
     with pytest.raises(ConfigError, match=r"step-00000006 cannot be used: .metadata is not what was written"):
-        find(folder / checkpoint_name(6))
+        find(folder / checkpoint_name(6), "ckpt")
     assert (folder / checkpoint_name(6)).exists(), "only a run renames what lies in its own folder"
 
 
@@ -289,20 +289,20 @@ def test_given_a_remote_address_when_mirrored_then_what_is_kept_is_there_and_is_
 ) -> None:
     address = "memory://bucket/run"
     with pytest.raises(ConfigError, match="neither a complete checkpoint nor a folder with one"):
-        fetch(address, tmp_path)
+        fetch("ckpt", address, tmp_path)
     for step in (3, 6):
         upload(written / checkpoint_name(step), address)
-    fetched = fetch(address, tmp_path / "a")
+    fetched = fetch("ckpt", address, tmp_path / "a")
     assert fetched.name == checkpoint_name(6)
     assert damage(fetched) == []
-    assert fetch(f"{address}/{checkpoint_name(3)}", tmp_path / "b").name == checkpoint_name(3)
+    assert fetch("ckpt", f"{address}/{checkpoint_name(3)}", tmp_path / "b").name == checkpoint_name(3)
     keep_only({checkpoint_name(3)}, address)
-    assert fetch(address, tmp_path / "c").name == checkpoint_name(3)
+    assert fetch("ckpt", address, tmp_path / "c").name == checkpoint_name(3)
     fsspec.filesystem("memory").rm_file(f"/bucket/run/{checkpoint_name(3)}/COMPLETE")
     with pytest.raises(ConfigError, match="neither a complete checkpoint nor a folder with one"):
-        fetch(address, tmp_path / "d")
-    with pytest.raises(ConfigError, match="nowhere://x cannot be opened"):
-        fetch("nowhere://x", tmp_path)
+        fetch("ckpt", address, tmp_path / "d")
+    with pytest.raises(ConfigError, match="ckpt=nowhere://x: fsspec knows no nowhere://"):
+        fetch("ckpt", "nowhere://x", tmp_path)
 
 
 class _Evil:

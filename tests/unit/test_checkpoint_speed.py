@@ -47,7 +47,7 @@ def test_given_a_hundred_million_parameters_then_a_save_stalls_under_a_tenth_and
     # The first save makes the buffers that later ones copy into.
     ratios = [stall / total for stall, total in zip(stalls, totals, strict=True)][1:]
     began = time.perf_counter()
-    load(find(tmp_path / checkpoint_name(3)), model, [optimizer])
+    load(find(tmp_path / checkpoint_name(3), "ckpt"), model, [optimizer])
     resumed = time.perf_counter() - began
     print(f"stalls {stalls}, whole saves {totals}, ratios {ratios}; verified and loaded in {resumed:.1f} s")
     assert min(ratios) < 0.1

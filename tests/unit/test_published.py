@@ -40,7 +40,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _import(folder: Path, checkpoint: Path) -> ModelConfig:
-    published = Published(folder)
+    published = Published(folder, "path")
     config = published.config()
     published.check(config)
     kinds = {
@@ -73,7 +73,7 @@ def test_given_published_weights_when_imported_and_exported_then_every_bit_is_th
     (tmp_path / "out" / "config.json").write_text(json.dumps(config_dict(read)))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation="eager")
     ours = Decoder(read).eval()
-    fill_from_published(ours, Published(tmp_path / "out"))
+    fill_from_published(ours, Published(tmp_path / "out", "path"))
     tokens = random_tokens(config, 2, 32)
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs.eval()(tokens).logits, rtol=0, atol=1e-5)
@@ -130,18 +130,18 @@ def test_given_files_that_cannot_be_used_when_opened_then_each_fault_is_named(tm
     content = second.read_bytes()
     second.write_bytes(content[:-10])
     with pytest.raises(ConfigError, match=f"{second.name} is not a safetensors file, or is cut off"):
-        Published(tmp_path)
+        Published(tmp_path, "path")
     second.unlink()
     with pytest.raises(ConfigError, match=f"{second.name} is missing"):
-        Published(tmp_path)
+        Published(tmp_path, "path")
     second.write_bytes(content)
     tensors = load_file(first)
     name = next(iter(tensors))
     save_file(tensors | {name: tensors[name][:1].clone(), "extra": torch.zeros(1)}, first)
     with pytest.raises(ConfigError, match=rf"extra is not part of the model; {name} has shape"):
-        Published(tmp_path).check(SMALL)
+        Published(tmp_path, "path").check(SMALL)
     with pytest.raises(ConfigError, match=r"no \.safetensors file"):
-        Published(tmp_path / "nowhere")
+        Published(tmp_path / "nowhere", "path")
 
 
 def test_given_pickle_files_when_opened_then_they_are_refused_and_never_run_even_if_allowed(tmp_path: Path) -> None:
@@ -152,13 +152,13 @@ def test_given_pickle_files_when_opened_then_they_are_refused_and_never_run_even
     state = {name: tensor.clone() for name, tensor in random_decoder(SMALL).state_dict().items()}
     torch.save(state, tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"only as pickle files.*allow_pickle=true"):
-        Published(tmp_path)
+        Published(tmp_path, "path")
     ours = Decoder(SMALL)
-    fill_from_published(ours, Published(tmp_path, allow_pickle=True))
+    fill_from_published(ours, Published(tmp_path, "path", allow_pickle=True))
     assert all(torch.equal(parameter, state[name]) for name, parameter in ours.named_parameters())
     torch.save({"x": Evil()}, tmp_path / "pytorch_model.bin")
     with pytest.raises((pickle.UnpicklingError, ConfigError)):
-        Published(tmp_path, allow_pickle=True)
+        Published(tmp_path, "path", allow_pickle=True)
     assert not (tmp_path / "ran").exists()
 
 

@@ -107,8 +107,10 @@ def test_given_a_finished_run_when_created_again_then_the_same_config_goes_on_an
     run = RunDirectory(tmp_path / "run")
     run.create(config("data=synthetic"), [])
     run.finish({"loss": 1.0})
-    with pytest.raises(ConfigError, match="holds a run whose config differs in optimizer, seed"):
-        run.create(config("data=synthetic", "seed=1", "optimizer.lr=1"), [])
+    with pytest.raises(ConfigError, match=r"another config: optimizer.lr=1.0 \(was 0.003\), seed=1 \(was 0\)\. "):
+        run.create(config("data=synthetic", "seed=1", "optimizer.lr=1", "trainer.log_interval=7"), [])
+    other = ["trainer.compile=true", "recipe.devices=1", "recipe.status=seen", "data.workers=1", "parallelism.zero=2"]
+    assert run.is_done(config("data=synthetic", *other))
     assert (run.path / "DONE").exists()
     run.fail("reason")
     run.create(config("data=synthetic", "ckpt=none"), [])

@@ -1,6 +1,7 @@
 """The verdict over ranks that stand still or are slow, from what they say of themselves."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from parallel.layout import Layout
 from parallel.ranks import Ranks
 from parallel.verdict import Status, differing_order, verdict
 from parallel.watch import Watch
-from recipes.watching import LOOKS, Stragglers, stragglers
+from recipes.watching import LOOKS, Stragglers, stragglers, waited_share
 
 TP = {"tp0": ("tp", [0, 1]), "tp1": ("tp", [2, 3])}
 
@@ -113,6 +114,17 @@ def test_given_the_work_of_ranks_when_compared_then_only_with_their_own_stage() 
     layout = Layout(pp=2, dp_shard=3)
     assert stragglers([1.0, 1.1, 2.0, 5.0, 5.1, 5.2], layout, 1.5) == {2: 1.05}
     assert stragglers([1.0, 1.0], Layout(pp=2), WatchConfig().straggler_factor) == {}
+
+
+def test_given_timed_collectives_when_summed_then_the_longest_group_counts_over_what_is_remembered() -> None:
+    timed = [
+        replace(_collective(group, number), seconds=seconds)  # entered at `number` seconds
+        for number, group, seconds in ((2, "tp0", 1.0), (4, "dp0", 3.0), (5, "tp0", 0.5), (6, "dp0", 1.0))
+    ]
+    assert waited_share(timed, since=3.0, now=8.0) == 4.0 / 5.0
+    assert waited_share(timed, since=0.0, now=10.0) == 4.0 / 8.0  # what was before the oldest is forgotten
+    assert waited_share(timed, since=5.5, now=6.1) == 1.0
+    assert waited_share([], since=0.0, now=1.0) == 0.0
 
 
 def test_given_ranks_looked_at_unequally_often_when_one_is_slow_then_they_compare_together_and_name_it_once(

@@ -9,7 +9,8 @@ from parallel.devices import DEVICES
 from parallel.layout import AXES, Layout, divisors
 from parallel.plan.memory import Memory, peak
 from parallel.plan.problems import Fault, nearest
-from parallel.stages import splits_backward
+from parallel.plan.weights import rank_layers
+from parallel.stages import splits_backward, stages_of
 
 RESERVED_BYTES = 1536 << 20
 """Assumed: CUDA context, kernels, cuBLAS workspaces and NCCL's own buffers, which no tensor accounts for."""
@@ -22,21 +23,33 @@ def needed(memory: Memory) -> int:
     return int(memory.total * (1 + SLACK)) + RESERVED_BYTES
 
 
-def stage_memory(config: Config, layout: Layout, pp_rank: int) -> Memory:
+def rank_memory(config: Config, layout: Layout, pp_rank: int) -> Memory:
     """The peak of a pipeline rank; ranks at 0 along the other axes hold the largest shards."""
     return peak(config, layout, dict.fromkeys(AXES, 0) | {"pp": pp_rank})
 
 
 def worst(config: Config, layout: Layout) -> tuple[int, Memory]:
-    """The pipeline rank that holds most, of those that can: the ends, and the second."""
-    ranks = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
-    return max(((rank, stage_memory(config, layout, rank)) for rank in ranks), key=lambda pair: pair[1].total)
+    """The pipeline rank that holds most: of those with as many layers of each kind and the same ends, an outer one.
+
+    Of ranks that are alike the first has most in flight, or with a schedule that goes back and forth the last; a
+    schedule from a file may do anything.
+    """
+    last_stage = layout.pp * config.parallelism.virtual_stages - 1
+    ranks = [*range(layout.pp)]
+    if config.parallelism.pp_schedule != "csv":
+        alike: dict[tuple[int, int, bool, bool], list[int]] = {}
+        for rank in ranks:
+            stages, layers = stages_of(rank, config.parallelism), rank_layers(config, rank)
+            mixtures = sum(config.model.has_experts(layer) for layer in layers)
+            alike.setdefault((len(layers), mixtures, 0 in stages, last_stage in stages), []).append(rank)
+        ranks = sorted({rank for group in alike.values() for rank in (group[0], group[-1])})
+    return max(((rank, rank_memory(config, layout, rank)) for rank in ranks), key=lambda pair: pair[1].total)
 
 
 def fits(config: Config, layout: Layout) -> Iterator[Fault]:
     """What tensors alone need is not more than the device has."""
     device = DEVICES.get(config.cluster.device)
-    if device is None or config.parallelism.offload:
+    if device is None:
         return
     rank, memory = worst(config, layout)
     if memory.total > device.memory_bytes:
@@ -46,7 +59,7 @@ def fits(config: Config, layout: Layout) -> Iterator[Fault]:
 def tight(config: Config, layout: Layout) -> Iterator[Fault]:
     """With what no tensor accounts for it still fits."""
     device = DEVICES.get(config.cluster.device)
-    if device is None or config.parallelism.offload:
+    if device is None:
         return
     rank, memory = worst(config, layout)
     if memory.total <= device.memory_bytes < needed(memory):
@@ -60,7 +73,7 @@ def _message(rank: int, memory: Memory, size: int, limit: int, config: Config) -
     kinds = ("parameters", "gradients", "optimizer", "gathered", "communication", "activations", "loss")
     parts = ", ".join(f"{kind} {getattr(memory, kind) / 1e9:.1f}" for kind in kinds if getattr(memory, kind) > 5e7)
     return (
-        f"a rank of pipeline stage {rank} needs {size / 1e9:.1f} GB and cluster.device={config.cluster.device} has "
+        f"a rank at {rank} along pp needs {size / 1e9:.1f} GB and cluster.device={config.cluster.device} has "
         f"{limit / 1e9:.1f} ({parts}; at its peak, {memory.moment}; data.micro_batch={config.data.micro_batch}, "
         f"parallelism.recompute={config.parallelism.recompute}, zero={config.parallelism.zero})."
     )

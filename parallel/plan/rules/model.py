@@ -104,6 +104,13 @@ def aligned(config: Config) -> Iterator[Fault]:
                 f"model.{key}={getattr(model, key)} is no multiple of 8, which tensor cores work in with bfloat16: "
                 f"products over it are padded or slow (BigScience measured 27 % of the speed lost to such heads).",
             )
+    width, etp = model.moe.intermediate_size, max(config.parallelism.etp, 1)
+    if model.moe.num_experts and width % etp == 0 and width // etp % 8:
+        yield Fault(
+            "alignment",
+            f"model.moe.intermediate_size={width} / parallelism.etp={etp} = {width // etp} is no multiple of 8: the "
+            f"kernel that works on all experts at once cannot take it, and they go one after another.",
+        )
 
 
 def sequence(config: Config) -> Iterator[Fault]:

@@ -243,17 +243,15 @@ def loop(config: Config) -> Iterator[Fault]:
 def loop_costs(config: Config) -> Iterator[Fault]:
     """Work that would be lost or never looked at."""
     steps, checkpoint = config.trainer.max_steps, config.checkpoint
-    if not checkpoint.at_end and checkpoint.every_n_steps is None:
+    interval = config.trainer.val_interval
+    by_steps = checkpoint.every_n_steps is not None and checkpoint.every_n_steps <= steps
+    by_metric = checkpoint.best > 0 and (interval is None or interval <= steps)
+    if not (checkpoint.at_end or by_steps or by_metric or checkpoint.every_n_minutes is not None):
         yield Fault(
             "no-checkpoint",
-            "checkpoint.at_end=false with checkpoint.every_n_steps=null never writes the weights: what is trained is "
-            "lost.",
-        )
-    elif checkpoint.every_n_steps is not None and checkpoint.every_n_steps > steps and not checkpoint.at_end:
-        yield Fault(
-            "no-checkpoint",
-            f"checkpoint.every_n_steps={checkpoint.every_n_steps} is above trainer.max_steps={steps}, and "
-            f"checkpoint.at_end=false: what is trained is lost.",
+            f"checkpoint.at_end=false, and in trainer.max_steps={steps} neither checkpoint.every_n_steps="
+            f"{checkpoint.every_n_steps}, every_n_minutes=null nor best={checkpoint.best} writes a checkpoint: what is "
+            f"trained is lost.",
         )
     for key, value in (("val_interval", config.trainer.val_interval), ("log_interval", config.trainer.log_interval)):
         if value is not None and value > steps:
