@@ -1,10 +1,11 @@
 """The shape of a decoder, as plain immutable data, and the rules a shape must keep."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from math import ceil, inf
 
-from models.errors import ConfigError
+from models.errors import Flaw
 
 LOSS_CHUNK = 2048
 """Tokens whose logits exist at a time in the loss."""
@@ -74,7 +75,7 @@ class DropOrder(StrEnum):
 class MoEConfig:
     """A mixture of experts in place of the feed-forward: how tokens choose experts, and what keeps experts busy alike.
 
-    Raises ConfigError from `check` where the numbers do not fit together.
+    Where the numbers do not fit together, `flaws` says how.
     """
 
     num_experts: int = 0
@@ -113,60 +114,83 @@ class MoEConfig:
     """Auxiliary-loss-free balancing: after a step a bias that only the choice sees moves by this much, up for experts
     below the mean load and down for those above."""
 
-    def check(self, layers: int) -> None:
-        """Raise ConfigError where the numbers do not fit together in a decoder of so many layers."""
+    def flaws(self, layers: int) -> Iterator[Flaw]:
+        """The rules that these numbers do not keep in a decoder of so many layers."""
         experts, chosen = self.num_experts, self.num_experts_per_tok
         if experts == 0:
             usual = MoEConfig()
             changed = [key.name for key in fields(self) if getattr(self, key.name) != getattr(usual, key.name)]
             if changed:
-                raise ConfigError(
-                    f"{', '.join(f'model.moe.{key}={getattr(self, key)}' for key in changed)}: model.moe.num_experts=0 "
-                    "is a dense model, and no other key of model.moe does anything there. Write "
-                    "model.moe.num_experts=8 or so, or leave them out."
+                listed = ", ".join(f"model.moe.{key}={getattr(self, key)}" for key in changed)
+                yield Flaw(
+                    f"{listed}: model.moe.num_experts=0 is a dense model, and no other key of model.moe does anything "
+                    f"there.",
+                    {f"model.moe.{key}": [getattr(usual, key)] for key in changed},
                 )
             return
         if experts < 2 or self.intermediate_size < 1 or self.shared_intermediate_size < 0:
-            raise ConfigError(
+            yield Flaw(
                 f"model.moe.num_experts={experts} must be 0 or at least 2, model.moe.intermediate_size="
                 f"{self.intermediate_size} at least 1 and model.moe.shared_intermediate_size="
                 f"{self.shared_intermediate_size} not negative."
             )
-        if self.num_groups < 1 or experts % self.num_groups:
-            raise ConfigError(
+            return
+        groups = [n for n in range(1, experts + 1) if experts % n == 0]
+        if self.num_groups not in groups:
+            yield Flaw(
                 f"model.moe.num_groups={self.num_groups} must divide model.moe.num_experts={experts}, so that groups "
-                f"are alike. Write one of {[n for n in range(1, experts + 1) if experts % n == 0]}."
+                f"are alike.",
+                {"model.moe.num_groups": _nearest(groups, self.num_groups)},
             )
-        if not 1 <= self.top_groups <= self.num_groups:
-            raise ConfigError(
-                f"model.moe.top_groups={self.top_groups} must be 1 to model.moe.num_groups={self.num_groups}."
+        elif not 1 <= self.top_groups <= self.num_groups:
+            yield Flaw(
+                f"model.moe.top_groups={self.top_groups} must be 1 to model.moe.num_groups={self.num_groups}.",
+                {"model.moe.top_groups": _nearest(range(1, self.num_groups + 1), self.top_groups)},
             )
-        within = experts // self.num_groups * self.top_groups
-        if not 1 <= chosen <= within:
-            raise ConfigError(
-                f"model.moe.num_experts_per_tok={chosen} must be 1 to {within}, the experts that a token may choose "
-                f"from (num_experts={experts} / num_groups={self.num_groups} * top_groups={self.top_groups})."
-            )
-        if sorted(set(self.dense_layers) & set(range(layers))) != self.dense_layers or len(self.dense_layers) == layers:
-            raise ConfigError(
+        else:
+            within = experts // self.num_groups * self.top_groups
+            if not 1 <= chosen <= within:
+                yield Flaw(
+                    f"model.moe.num_experts_per_tok={chosen} must be 1 to {within}, the experts that a token may "
+                    f"choose from (num_experts={experts} / num_groups={self.num_groups} * top_groups="
+                    f"{self.top_groups}).",
+                    {"model.moe.num_experts_per_tok": _nearest(range(1, within + 1), chosen)},
+                )
+        named = sorted(set(self.dense_layers) & set(range(layers)))
+        if named != self.dense_layers or len(self.dense_layers) == layers:
+            yield Flaw(
                 f"model.moe.dense_layers={self.dense_layers} must name layers from 0 to {layers - 1} in their order, "
-                f"each once and not all (model.num_hidden_layers={layers})."
+                f"each once and not all (model.num_hidden_layers={layers}).",
+                {"model.moe.dense_layers": [named[: layers - 1], []]},
             )
         if self.capacity_factor is not None and not 0.0 < self.capacity_factor < inf:
-            raise ConfigError(
-                f"model.moe.capacity_factor={self.capacity_factor} must be above 0, or null to drop nothing."
+            yield Flaw(
+                f"model.moe.capacity_factor={self.capacity_factor} must be above 0, or null to drop nothing.",
+                {"model.moe.capacity_factor": [1.25, None]},
             )
         if self.capacity_factor is None and self.drop_order != DropOrder.probability:
-            raise ConfigError(
-                f"model.moe.drop_order={self.drop_order} needs a capacity. Write model.moe.capacity_factor=1.25 or so."
+            yield Flaw(
+                f"model.moe.drop_order={self.drop_order} needs a capacity, and model.moe.capacity_factor=null.",
+                {"model.moe.capacity_factor": [1.25], "model.moe.drop_order": [DropOrder.probability]},
             )
         if not 0.0 <= self.jitter < 1.0:
-            raise ConfigError(f"model.moe.jitter={self.jitter} must lie in [0, 1).")
-        for key in ("balance_loss", "z_loss", "bias_update_rate"):
+            yield Flaw(f"model.moe.jitter={self.jitter} must lie in [0, 1).", {"model.moe.jitter": [0.0]})
+        for key, usually in (("balance_loss", 0.01), ("z_loss", 0.0), ("bias_update_rate", 0.0)):
             if not 0.0 <= getattr(self, key) < inf:
-                raise ConfigError(f"model.moe.{key}={getattr(self, key)} must not be negative, and must be finite.")
+                yield Flaw(
+                    f"model.moe.{key}={getattr(self, key)} must not be negative, and must be finite.",
+                    {f"model.moe.{key}": [usually]},
+                )
         if not 0.0 < self.routed_scaling_factor < inf:
-            raise ConfigError(f"model.moe.routed_scaling_factor={self.routed_scaling_factor} must be above 0.")
+            yield Flaw(
+                f"model.moe.routed_scaling_factor={self.routed_scaling_factor} must be above 0.",
+                {"model.moe.routed_scaling_factor": [1.0]},
+            )
+
+    def counts_first(self, microbatches: int) -> bool:
+        """Whether a step of so many microbatches begins with a forward pass that only finds out its load."""
+        balances = self.num_experts > 0 and self.balance_loss > 0.0
+        return balances and self.balance_scope == BalanceScope.global_batch and microbatches > 1
 
     def capacity(self, seq_len: int) -> int | None:
         """The most tokens of a sequence that an expert takes; None where nothing is dropped."""
@@ -185,7 +209,7 @@ rows sent to other ranks."""
 class ModelConfig:
     """A decoder of the Llama family; field names are those of Hugging Face configurations.
 
-    Raises ConfigError from `check` where the numbers do not fit together.
+    Where the numbers do not fit together, `flaws` says how.
     """
 
     name: str
@@ -219,75 +243,103 @@ class ModelConfig:
         """Whether a layer has a mixture of experts in place of its feed-forward."""
         return self.moe.num_experts > 0 and layer not in self.moe.dense_layers
 
-    def check(self) -> None:
-        """Raise ConfigError where the numbers do not fit together."""
-        for key in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-        ):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"model.{key}={getattr(self, key)} must be at least 1.")
-        if self.num_attention_heads % self.num_key_value_heads:
-            legal = [n for n in range(1, self.num_attention_heads + 1) if self.num_attention_heads % n == 0]
-            raise ConfigError(
-                f"model.num_key_value_heads={self.num_key_value_heads} must divide "
-                f"model.num_attention_heads={self.num_attention_heads}, so that every key/value head serves the same "
-                f"number of query heads. Write one of {legal}."
+    @property
+    def mixtures(self) -> list[int]:
+        """The layers with a mixture of experts."""
+        return [layer for layer in range(self.num_hidden_layers) if self.has_experts(layer)]
+
+    def flaws(self) -> Iterator[Flaw]:
+        """The rules that these numbers do not keep."""
+        sizes = [
+            *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+            *("num_key_value_heads", "head_dim", "max_position_embeddings"),
+        ]
+        missing = [key for key in sizes if getattr(self, key) < 1]
+        for key in missing:
+            tries = [1, 2, max(self.num_attention_heads, 1)]
+            yield Flaw(f"model.{key}={getattr(self, key)} must be at least 1.", {f"model.{key}": tries})
+        if missing:
+            return
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if heads % groups:
+            legal = [n for n in range(1, heads + 1) if heads % n == 0]
+            yield Flaw(
+                f"model.num_key_value_heads={groups} must divide model.num_attention_heads={heads}, so that every "
+                f"key/value head serves the same number of query heads.",
+                {"model.num_key_value_heads": _nearest(legal, groups)},
             )
         if self.head_dim % 2:
-            raise ConfigError(
-                f"model.head_dim={self.head_dim} must be even, since the rotary embedding turns pairs. "
-                f"Write {self.head_dim + 1}."
+            yield Flaw(
+                f"model.head_dim={self.head_dim} must be even, since the rotary embedding turns pairs.",
+                {"model.head_dim": [self.head_dim + 1]},
             )
         if not 0.0 <= self.dropout < 1.0:
-            raise ConfigError(f"model.dropout={self.dropout} must lie in [0, 1).")
+            yield Flaw(f"model.dropout={self.dropout} must lie in [0, 1).", {"model.dropout": [0.0]})
         if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError(
-                f"model.sliding_window={self.sliding_window} must be at least 1 (a token sees "
-                "itself), or null for no limit."
+            yield Flaw(
+                f"model.sliding_window={self.sliding_window} must be at least 1 (a token sees itself), or null for no "
+                f"limit.",
+                {"model.sliding_window": [None]},
             )
-        if self.rms_norm_eps <= 0.0 or self.initializer_range < 0.0:
-            raise ConfigError(
-                f"model.rms_norm_eps={self.rms_norm_eps} must be above 0 and model.initializer_range="
-                f"{self.initializer_range} not below."
+        if not 0.0 < self.rms_norm_eps < inf:
+            yield Flaw(
+                f"model.rms_norm_eps={self.rms_norm_eps} must be above 0, and finite.", {"model.rms_norm_eps": [1e-5]}
             )
-        if self.rope.theta <= 0.0 or self.rope.low_freq_factor >= self.rope.high_freq_factor:
-            raise ConfigError(
-                f"model.rope.theta={self.rope.theta} must be above 0, and low_freq_factor={self.rope.low_freq_factor} "
-                f"below high_freq_factor={self.rope.high_freq_factor}."
+        if not 0.0 <= self.initializer_range < inf:
+            yield Flaw(
+                f"model.initializer_range={self.initializer_range} must not be negative, and must be finite.",
+                {"model.initializer_range": [0.02]},
             )
-        needs_original = self.rope.scaling in (RopeScaling.llama3, RopeScaling.yarn)
-        if needs_original and self.rope.original_max_position_embeddings < 1:
-            raise ConfigError(
-                f"model.rope.scaling={self.rope.scaling} needs model.rope.original_max_position_embeddings, the length "
-                f"before scaling; it is {self.rope.original_max_position_embeddings}."
-            )
-        wrong = [name for name in self.lora.targets if name not in LORA_TARGETS]
-        if self.lora.rank and (wrong or not self.lora.targets):
-            raise ConfigError(
-                f"model.lora.targets={list(self.lora.targets)} must be some of {', '.join(LORA_TARGETS)}."
-            )
-        if self.lora.rank and self.moe.num_experts and {"gate_proj", "up_proj", "down_proj"} & {*self.lora.targets}:
-            raise ConfigError(
-                f"model.lora.targets={list(self.lora.targets)}: experts have no adapters. Write some of q_proj, "
-                f"k_proj, v_proj, o_proj."
-            )
-        if self.lora.rank < 0 or self.lora.alpha <= 0.0:
-            raise ConfigError(
-                f"model.lora.rank={self.lora.rank} must be 0 (no adapters) or more, and model.lora.alpha="
-                f"{self.lora.alpha} above 0."
-            )
-        if self.rope.scaling != RopeScaling.none and self.rope.factor < 1.0:
-            raise ConfigError(f"model.rope.factor={self.rope.factor} must be at least 1 with scaling on.")
-        self.moe.check(self.num_hidden_layers)
+        yield from self._rotary_flaws()
+        yield from self._adapter_flaws()
+        yield from self.moe.flaws(self.num_hidden_layers)
         if self.moe.num_experts and self.mlp_bias:
-            raise ConfigError("model.mlp_bias=true: experts have no biases. Write model.mlp_bias=false.")
+            yield Flaw("model.mlp_bias=true: experts have no biases.", {"model.mlp_bias": [False]})
+
+    def _rotary_flaws(self) -> Iterator[Flaw]:
+        rope = self.rope
+        if not 0.0 < rope.theta < inf:
+            yield Flaw(f"model.rope.theta={rope.theta} must be above 0, and finite.", {"model.rope.theta": [10000.0]})
+        if rope.low_freq_factor >= rope.high_freq_factor:
+            yield Flaw(
+                f"model.rope.low_freq_factor={rope.low_freq_factor} must be below model.rope.high_freq_factor="
+                f"{rope.high_freq_factor}.",
+                {"model.rope.low_freq_factor": [rope.high_freq_factor / 4]},
+            )
+        needs_original = rope.scaling in (RopeScaling.llama3, RopeScaling.yarn)
+        if needs_original and rope.original_max_position_embeddings < 1:
+            yield Flaw(
+                f"model.rope.scaling={rope.scaling} needs model.rope.original_max_position_embeddings, the length "
+                f"before scaling; it is {rope.original_max_position_embeddings}.",
+                {"model.rope.original_max_position_embeddings": [self.max_position_embeddings]},
+            )
+        if rope.scaling != RopeScaling.none and not 1.0 <= rope.factor < inf:
+            yield Flaw(
+                f"model.rope.factor={rope.factor} must be at least 1 with scaling on.", {"model.rope.factor": [1.0]}
+            )
+
+    def _adapter_flaws(self) -> Iterator[Flaw]:
+        lora, attention = self.lora, LORA_TARGETS[:4]
+        if lora.rank < 0 or lora.alpha <= 0.0:
+            yield Flaw(
+                f"model.lora.rank={lora.rank} must be 0 (no adapters) or more, and model.lora.alpha={lora.alpha} above "
+                f"0.",
+                {"model.lora.rank": [0, 8]} if lora.rank < 0 else {"model.lora.alpha": [16.0]},
+            )
+        if lora.rank and (not lora.targets or any(name not in LORA_TARGETS for name in lora.targets)):
+            yield Flaw(
+                f"model.lora.targets={list(lora.targets)} must be some of {', '.join(LORA_TARGETS)}.",
+                {"model.lora.targets": [list(attention)]},
+            )
+        if lora.rank and self.moe.num_experts and {*LORA_TARGETS[4:]} & {*lora.targets}:
+            yield Flaw(
+                f"model.lora.targets={list(lora.targets)}: experts have no adapters.",
+                {"model.lora.targets": [list(attention)]},
+            )
+
+
+def _nearest(legal: Iterable[int], value: int) -> list[int]:
+    return sorted(legal, key=lambda number: (abs(number - value), number))[:4]
 
 
 def note_columns(config: ModelConfig) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from models.attention import Attention, KeyValueCache
 from models.config import ModelConfig
 from models.dropout import Dropout, DropoutKey
+from models.errors import refuse_flaws
 from models.feed_forward import FeedForward
 from models.lora import add_adapters
 from models.loss import WholeVocabulary, linear_cross_entropy
@@ -118,7 +119,7 @@ class Decoder(nn.Module):
         self, config: ModelConfig, layers: Iterable[int] | None = None, first: bool = True, last: bool = True
     ) -> None:
         super().__init__()
-        config.check()
+        refuse_flaws(config.flaws())
         self.config = config
         layers = range(config.num_hidden_layers) if layers is None else layers
         self.model = DecoderBody(config, layers, first or (last and config.tie_word_embeddings), last)

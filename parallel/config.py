@@ -392,3 +392,12 @@ class Config:
     weights: str | None = None
     """What a new run's weights are instead of random: a folder of safetensors as Hugging Face has them, or a checkpoint
     or run directory, of which the optimizer is then left out. A run that goes on does not look at it."""
+
+
+def schedule_total(config: Config) -> int:
+    """Steps, or tokens, at which the learning rate's decay ends."""
+    if config.scheduler.total is not None:
+        return config.scheduler.total
+    if config.scheduler.unit == "tokens":
+        return config.trainer.max_steps * config.data.global_batch * config.data.seq_len
+    return config.trainer.max_steps

@@ -13,7 +13,7 @@ from math import isqrt
 import numpy as np
 
 from models.errors import ConfigError
-from parallel.config import ClusterConfig, ParallelismConfig
+from parallel.config import ClusterConfig, Config, ParallelismConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "expert_dp", "ep", "etp")
@@ -119,6 +119,11 @@ def divisors(number: int) -> list[int]:
     """All of them, in order."""
     small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
+
+
+def microbatch_count(config: Config, layout: Layout) -> int:
+    """Microbatches of a data rank in a step."""
+    return config.data.global_batch // (config.data.micro_batch * layout.dp)
 
 
 def world_size(cluster: ClusterConfig, parallelism: ParallelismConfig, gpus: int) -> int:

@@ -22,7 +22,7 @@ from parallel.balance import padded_length
 from parallel.clock import Clock, Recording
 from parallel.config import Config, ParallelismConfig
 from parallel.context import Batch, document_ids
-from parallel.layout import Layout
+from parallel.layout import Layout, microbatch_count
 from parallel.order import SCHEDULES, order
 from parallel.precision import DTYPES
 from parallel.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
@@ -83,7 +83,7 @@ class Pipeline:
         self._clock = Clock(device)
         self.recording = Recording(self._clock)
         """When the actions of the last step ran."""
-        microbatches = config.data.global_batch // (config.data.micro_batch * layout.dp)
+        microbatches = microbatch_count(config, layout)
         ends = [parts[number].model.embed_tokens for number in (0, self.last_stage) if number in parts]
         tied = config.model.tie_word_embeddings and len(ends) == 2
         self.tied_here = [cast(nn.Embedding, end).weight for end in ends] if tied else []

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.config import ROUTING_SCALARS, BalanceScope, note_columns
+from models.config import ROUTING_SCALARS, note_columns
 from models.moe import MixtureOfExperts, RoutingStep
 from models.router import update_bias
 from parallel.collectives import all_reduce
 from parallel.config import Config
 from parallel.layout import Layout
-from parallel.plan.expert_traffic import exchange_bytes, mixture_layers
+from parallel.plan.expert_traffic import exchange_bytes
 
 _BIAS_RANGE = ROUTING_SCALARS.index("bias_range") - len(ROUTING_SCALARS)
 
@@ -30,7 +30,7 @@ class RoutingBook:
         self.config, self.layout, self.mixtures, self.device = config, layout, mixtures, device
         # What all ranks of a pipeline stage know is noted by the first of them, or a sum would count it once for each.
         self._first_of_stage = dist.get_rank() % (layout.world // layout.pp) == 0
-        self._layers = torch.tensor(mixture_layers(config), device=device)
+        self._layers = torch.tensor(config.model.mixtures, device=device)
         self.totals: Tensor | None = None
         """float64 (layers, `note_columns`): sums over the whole of the last step, the same on every rank."""
         self._counting = False
@@ -47,8 +47,7 @@ class RoutingBook:
     @property
     def must_count(self) -> bool:
         """Whether the load of the step must be found out by a pass of its own."""
-        moe = self.config.model.moe
-        return moe.balance_loss > 0.0 and moe.balance_scope == BalanceScope.global_batch and len(self._notes) > 1
+        return self.config.model.moe.counts_first(len(self._notes))
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -9,8 +9,16 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from models.errors import ConfigError
-from parallel.config import AdamWConfig, Config, DecayShape, MuonConfig, OptimizerConfig, ScheduleUnit, SGDConfig
-from parallel.plan.rules.run import schedule_total
+from parallel.config import (
+    AdamWConfig,
+    Config,
+    DecayShape,
+    MuonConfig,
+    OptimizerConfig,
+    ScheduleUnit,
+    SGDConfig,
+    schedule_total,
+)
 
 _EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
 

@@ -16,10 +16,9 @@ from typing import Any
 
 from models.config import ModelConfig
 from parallel.config import Config
-from parallel.layout import AXES, Layout, resolve
+from parallel.layout import AXES, Layout, microbatch_count, resolve
 from parallel.plan.activations import layer_activations, sizes
 from parallel.plan.memory import Memory, moments
-from parallel.plan.rules.fit import needed
 from parallel.plan.weights import held_parameters, rank_layers
 
 FILE = Path(__file__).parent / "peaks.csv"
@@ -80,7 +79,7 @@ class Peak:
     def predicted(self) -> float:
         """Bytes that the fullest rank asks of its GPU."""
         ranks = {0, min(1, self.layout.pp - 1), self.layout.pp - 1}
-        return max(needed(memory) for pp_rank in ranks for memory in self._moments(pp_rank))
+        return max(memory.needed for pp_rank in ranks for memory in self._moments(pp_rank))
 
     def _moments(self, pp_rank: int) -> Iterator[Memory]:
         config, layout, system = self.config, self.layout, SYSTEMS[self.system]
@@ -121,7 +120,7 @@ class Peak:
             less += 2 * size.whole_stream
         less *= layers
         if system.splits_outputs and pp_rank < layout.pp - 1:
-            count = config.data.global_batch // (config.data.micro_batch * layout.dp)
+            count = microbatch_count(config, layout)
             less += min(layout.pp - pp_rank, count) * size.stream * (1 - 1 / layout.tp)  # as 1F1B has under way
         return less
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from html import escape
 
+from parallel.plan.memory import RESERVED_BYTES, SLACK
 from parallel.plan.plan import Plan
-from parallel.plan.rules.fit import RESERVED_BYTES, SLACK
 from recipes import plan_pictures
 from recipes.plan_text import ranges
 

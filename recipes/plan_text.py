@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from parallel.plan.memory import KINDS
-from parallel.plan.plan import RESERVED_BYTES, SLACK, PipelineRank, Plan
+from parallel.plan.memory import KINDS, RESERVED_BYTES, SLACK
+from parallel.plan.plan import PipelineRank, Plan
 
 SHOWN = 8
 """Places along pp."""
@@ -64,7 +64,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         parts = "".join(f"{getattr(rank.memory, kind) / 1e9:>14.2f}" for kind in KINDS)
         over = plan.device_memory is not None and rank.needed > plan.device_memory
         sizes = f"{rank.memory.total / 1e9:>10.2f}{rank.needed / 1e9:>10.2f}"
-        yield f"  {rank.pp_rank:>3}{parts}{sizes}  {rank.memory.moment}{'  DOES NOT FIT' * over}"
+        yield f"  {rank.pp_rank:>3}{parts}{sizes}  {rank.memory.moment}{'  MAY NOT FIT' * over}"
     yield from _left_out(plan)
     yield (
         f"  needed = peak + {SLACK:.0%} that the allocator holds unused + {RESERVED_BYTES / 1e9:.2f} for context and "

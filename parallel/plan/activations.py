@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from models.config import LOSS_CHUNK, ModelConfig
 from parallel.balance import padded_length
 from parallel.config import BYTES, Config, recompute_interval
-from parallel.layout import Layout
-from parallel.plan.expert_traffic import expected_rows, microbatch_count, own_tokens
+from parallel.layout import Layout, microbatch_count
+from parallel.plan.expert_traffic import expected_rows, own_tokens
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ backward pass sends as many rows again, both ways. Uneven exchanges depend on th
 or they are counted as if every expert were chosen as often.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from models.config import BalanceScope
 from models.counts import is_expert, layer_shapes
 from parallel.config import BYTES, Config, recompute_interval
-from parallel.layout import Layout
+from parallel.layout import Layout, microbatch_count
 
 Add = Callable[[str, str, float, int], None]
 _INT, _DOUBLE = 8, 8
@@ -29,27 +29,14 @@ class RoutedRows:
     """Rows of all etp ranks after they are gathered, each rank's filled up to the fullest one's."""
 
 
-def mixture_layers(config: Config, among: Iterable[int] | None = None) -> list[int]:
-    """The layers with experts, of the whole decoder or among some."""
-    layers = range(config.model.num_hidden_layers) if among is None else among
-    return [layer for layer in layers if config.model.has_experts(layer)]
-
-
 def own_tokens(config: Config, layout: Layout) -> int:
     """The most tokens of a microbatch that one rank routes."""
     return -(-config.data.micro_batch * config.data.seq_len // (layout.cp * layout.tp))
 
 
-def microbatch_count(config: Config, layout: Layout) -> int:
-    """Microbatches of a data rank in a step."""
-    return config.data.global_batch // (config.data.micro_batch * layout.dp)
-
-
 def must_count(config: Config, layout: Layout) -> bool:
     """Whether a step begins with a forward pass that finds out the load of the global batch."""
-    moe = config.model.moe
-    wanted = moe.num_experts and moe.balance_loss and moe.balance_scope == BalanceScope.global_batch
-    return bool(wanted) and microbatch_count(config, layout) > 1
+    return config.model.moe.counts_first(microbatch_count(config, layout))
 
 
 def expected_rows(config: Config, layout: Layout, layers: list[int]) -> RoutedRows:
@@ -70,9 +57,9 @@ def exchange_bytes(config: Config, layout: Layout) -> float:
 
     Layers that are recomputed send theirs a third time, as does a pass that counts.
     """
-    layers = len(mixture_layers(config))
+    layers = len(config.model.mixtures)
     size = config.model.hidden_size * BYTES[config.precision.compute]
-    again = len(recomputed_mixtures(config, mixture_layers(config)))
+    again = len(recomputed_mixtures(config, config.model.mixtures))
     ways = 4 * layers + 2 * again + 2 * layers * must_count(config, layout)
     return size * ways / max(layers, 1)
 

@@ -14,7 +14,7 @@ from functools import cache
 
 from models.counts import for_each_layer, layer_shapes
 from parallel.config import BYTES, Config, ParallelismConfig, recompute_interval
-from parallel.layout import Layout
+from parallel.layout import AXES, Layout, microbatch_count
 from parallel.order import order
 from parallel.plan.activations import (
     LayerActivations,
@@ -40,6 +40,10 @@ from parallel.plan.weights import (
 from parallel.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from parallel.stages import split_layers, splits_backward, stages_of
 
+RESERVED_BYTES = 1536 << 20
+"""Assumed: CUDA context, kernels, cuBLAS workspaces and NCCL's own buffers, which no tensor accounts for."""
+SLACK = 0.05
+"""Assumed: what the caching allocator holds beyond what is in use at the peak."""
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "communication", "activations", "loss")
 
 
@@ -65,6 +69,11 @@ class Memory:
     def total(self) -> int:
         """All of it."""
         return sum(getattr(self, kind) for kind in KINDS)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of a device that it asks for, with what no tensor accounts for."""
+        return int(self.total * (1 + SLACK)) + RESERVED_BYTES
 
 
 def moments(config: Config, layout: Layout, place: dict[str, int]) -> Iterator[Memory]:
@@ -114,7 +123,7 @@ class _Rank:
         self.size, self.shards = sizes(config, layout), shards(config, layout)
         self.split, self.stages = split_layers(config.model, parallelism), stages_of(place["pp"], parallelism)
         self.last_stage = len(self.split) - 1
-        self.microbatches = config.data.global_batch // (config.data.micro_batch * layout.dp)
+        self.microbatches = microbatch_count(config, layout)
         self.pipeline, self.fsdp = layout.pp > 1, sharded(config, layout)
         self.splits_backward = self.pipeline and splits_backward(parallelism)
         self.once = parallelism.zero < 3 or self.splits_backward
@@ -317,6 +326,10 @@ class _Rank:
 
     def _ahead(self, stage: int, position: int) -> int:
         """What FSDP2 gathers while a layer of a stage goes backward: what comes before it, in the order of use."""
+        if self.config.parallelism.prefetch:
+            return sum(
+                self.layers[layer] for layer in self.split[stage][:position][-self.config.parallelism.prefetch :]
+            )
         if position == 0:
             return self._ends(stage)[0] if stage == 0 else 0
         before = self.split[stage][position - 1]
@@ -335,3 +348,8 @@ class _Rank:
 def peak(config: Config, layout: Layout, place: dict[str, int]) -> Memory:
     """The moment at which the rank at `place` (an index per axis, as Layout.coordinates gives) holds most."""
     return max(moments(config, layout, place), key=lambda memory: memory.total)
+
+
+def rank_memory(config: Config, layout: Layout, pp_rank: int) -> Memory:
+    """The peak of a pipeline rank; ranks at 0 along the other axes hold the largest shards."""
+    return peak(config, layout, dict.fromkeys(AXES, 0) | {"pp": pp_rank})

@@ -6,12 +6,11 @@ from typing import Any
 from models.counts import parameter_count, training_flops_per_token
 from parallel.config import RECOMPUTE_MODES, Config, FloatType, SyntheticData
 from parallel.devices import DEVICES
-from parallel.layout import AXES, Layout, mesh_layout, resolve
-from parallel.plan.memory import KINDS, Memory
+from parallel.layout import AXES, Layout, mesh_layout, microbatch_count, resolve
+from parallel.plan.memory import KINDS, RESERVED_BYTES, SLACK, Memory, rank_memory
 from parallel.plan.network import link_bytes_per_s, nodes_spanned
 from parallel.plan.problems import Problem, refuse
-from parallel.plan.rules.fit import RESERVED_BYTES, SLACK, needed, rank_memory
-from parallel.plan.timeline import Span, bubble, expected_of, microbatch_count
+from parallel.plan.timeline import Span, bubble, expected_of
 from parallel.plan.traffic import Traffic, traffic
 from parallel.plan.validate import errors, validate
 from parallel.plan.weights import rank_layers
@@ -155,8 +154,8 @@ def pipeline_rank(config: Config, layout: Layout, pp_rank: int, modes: list[str]
         stages=stages_of(pp_rank, config.parallelism),
         layers=rank_layers(config, pp_rank),
         memory=memory,
-        needed=needed(memory),
-        by_recompute={mode: needed(rank_memory(_recomputing(config, mode), layout, pp_rank)) for mode in modes},
+        needed=memory.needed,
+        by_recompute={mode: rank_memory(_recomputing(config, mode), layout, pp_rank).needed for mode in modes},
         traffic=[described(row, config, layout) for row in traffic(config, layout, pp_rank)],
     )
 

@@ -11,7 +11,7 @@ from functools import partial
 from models.config import ModelConfig
 from models.counts import forward_flops_per_token
 from parallel.config import Config, ParallelismConfig, recompute_interval
-from parallel.layout import Layout
+from parallel.layout import Layout, microbatch_count
 from parallel.order import order
 from parallel.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from parallel.stages import split_layers, stage_count
@@ -124,11 +124,6 @@ def peak_activations(actions: list[Action]) -> int:
 def expected(parallelism: ParallelismConfig, microbatches: int) -> list[Span]:
     """The simulated timeline of a pipeline with equal costs of all stages."""
     return simulate(order(parallelism, microbatches), stage_count(parallelism), equal_costs)
-
-
-def microbatch_count(config: Config, layout: Layout) -> int:
-    """Microbatches of a data rank in a step."""
-    return config.data.global_batch // (config.data.micro_batch * layout.dp)
 
 
 def expected_of(config: Config, layout: Layout) -> list[Span]:

@@ -14,12 +14,11 @@ from models.config import LOSS_CHUNK, ModelConfig, note_columns
 from models.counts import end_shapes, is_expert, layer_shapes
 from parallel.balance import held_in_ring, padded_length, ring_and_ulysses
 from parallel.config import BYTES, Config, ContextMethod, FloatType, recompute_interval
-from parallel.layout import AXES, Layout, expert_mesh_sizes, mesh_layout
+from parallel.layout import AXES, Layout, expert_mesh_sizes, mesh_layout, microbatch_count
 from parallel.plan.expert_traffic import (
     RoutedRows,
     expected_rows,
     expert_elements,
-    mixture_layers,
     mixture_traffic,
     must_count,
     recomputed_mixtures,
@@ -110,7 +109,7 @@ def traffic(
             whole = operation in ("send", "all_to_all")  # these are told what leaves the rank
             sent[axis, operation] += round(calls * (size if whole else ring_bytes(operation, int(size), ranks)))
 
-    microbatches = config.data.global_batch // (config.data.micro_batch * layout.dp)
+    microbatches = microbatch_count(config, layout)
     part = Part.of(config, pp_rank)
     _tensor_parallel(config, layout, part, microbatches, add)
     if layout.pp > 1:
@@ -120,7 +119,7 @@ def traffic(
             rows["cp", operation] += calls * microbatches
             sent["cp", operation] += size * microbatches
     if config.model.moe.num_experts:
-        here = mixture_layers(config, part.layers)
+        here = [layer for layer in part.layers if config.model.has_experts(layer)]
         mixture_traffic(config, layout, here, routed or expected_rows(config, layout, here), add)
         notes = config.model.num_hidden_layers * note_columns(config.model) * 8
         add("world", "all_reduce", notes, 1 + must_count(config, layout))
@@ -179,7 +178,7 @@ def _tensor_parallel(config: Config, layout: Layout, part: Part, microbatches: i
     model, data, parallelism = config.model, config.data, config.parallelism
     tokens, compute = data.micro_batch * _part_length(config), BYTES[config.precision.compute]
     # A mixture of experts is no block that is crossed so; its shared experts are one.
-    mixtures = mixture_layers(config, part.layers)
+    mixtures = [layer for layer in part.layers if config.model.has_experts(layer)]
     shared = len(mixtures) if model.moe.shared_intermediate_size else 0
     blocks = 2 * len(part.layers) - len(mixtures) + shared
     crossings = (2 * blocks + part.first + part.last) * microbatches
@@ -314,7 +313,7 @@ def _zero(config: Config, layout: Layout, ranks_of: dict[str, int], part: Part, 
         kept = {name: shape for name, shape in shapes.items() if not is_expert(name)}
         elements = sum(_padded(name, shape, config, layout, ranks_of["dp_shard"]) for name, shape in kept.items())
         gather_and_reduce(elements, passes, "dp_shard", "dp_replicate")
-    for layer in mixture_layers(config, part.layers):
+    for layer in [layer for layer in part.layers if config.model.has_experts(layer)]:
         gather_and_reduce(expert_elements(config, layout, layer), 2, "expert_dp", "expert_replicate")
 
 

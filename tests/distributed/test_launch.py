@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from models.errors import ConfigError
-from parallel.ranks import check_launch, detect, slurm_meeting_point
-from recipes.launch import _die_with_parent
+from parallel.ranks import check_launch, detect, end_with_parent, slurm_meeting_point
 
 SMALL = [
     "data=synthetic",
@@ -43,7 +42,7 @@ def start(*arguments: str, root: Path, module: str = "recipes.train", **environm
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=_die_with_parent,  # a test run that is killed leaves nothing behind
+        preexec_fn=end_with_parent,  # a test run that is killed leaves nothing behind
     )
 
 
@@ -366,3 +365,31 @@ def test_tasks_that_do_not_match_the_devices_are_an_error() -> None:
         check_launch(ranks, nodes=2, devices_per_node=8)
     with pytest.raises(ConfigError, match=r"cluster\.nodes=1"):
         check_launch(ranks, nodes=1, devices_per_node=4)
+
+
+@pytest.mark.alone
+def test_a_rank_that_is_told_alone_before_the_first_step_does_not_wait_for_the_others(tmp_path: Path) -> None:
+    # Planted from outside: rank 0 sleeps on its way to the first step, and rank 1 waits for it in a collective.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        "def hook(event, arguments):\n"
+        "    if event == 'import' and arguments[0] == 'recipes.resume':\n"
+        f"        open({str(tmp_path / 'asleep')!r}, 'w').close()\n"
+        "        time.sleep(1000)\n"
+        "if os.environ.get('RANK') == '0':\n"
+        "    sys.addaudithook(hook)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.getcwd()])
+    process = start(*TWO, root=tmp_path / "runs", PYTHONPATH=path)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "asleep").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(1.0)
+    ranks = children(process.pid)
+    assert len(ranks) == 2
+    os.kill(ranks[0], signal.SIGUSR1)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "told to end by SIGUSR1 before the first step" in output
+    assert alive(ranks) == []

@@ -1,5 +1,7 @@
 """The twin of every large recipe trains on gloo with the recipe's axes, and is the run of one process."""
 
+from typing import Any
+
 import pytest
 
 from recipes.locks import first_losses, is_measured, loss_differences, read_lock, recipes
@@ -19,8 +21,12 @@ def test_every_large_recipe_has_a_twin() -> None:
     assert sorted(TWINS) == sorted(f"tiny_{name}" for name in large)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", TWINS)
+def but_long(names: list[str], *short: str) -> list[Any]:
+    """Names as parameters, of which all but some are for the long tests."""
+    return [name if name in short else pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
+@pytest.mark.parametrize("name", but_long(TWINS, "tiny_dense_7b", "tiny_mixtral_8x7b"))
 def test_given_a_twin_when_trained_two_steps_then_it_is_the_run_of_one_process(pool: Pool, name: str) -> None:
     made = config(f"recipe={name}", *SHORT)
     expected = reference(pool, made)
@@ -30,14 +36,13 @@ def test_given_a_twin_when_trained_two_steps_then_it_is_the_run_of_one_process(p
 
 
 @pytest.mark.parametrize("name", [name for name in recipes() if is_measured(name)])
-def test_given_a_recipe_that_runs_anywhere_then_its_lock_has_its_first_losses(name: str) -> None:
+def test_given_a_locks_losses_when_compared_with_others_then_a_thousandth_is_a_difference(name: str) -> None:
     losses = read_lock(name)["measured"]["first_losses"]
     assert len(losses) == 3
     assert loss_differences(name, losses) == []
     assert loss_differences(name, [losses[0], losses[1], losses[2] * 1.001]) != []
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in recipes() if is_measured(name)])
+@pytest.mark.parametrize("name", but_long([name for name in recipes() if is_measured(name)], "tiny", "tiny_moe"))
 def test_given_a_recipe_that_runs_anywhere_when_begun_then_its_losses_are_those_of_its_lock(name: str) -> None:
     assert loss_differences(name, first_losses(name)) == []

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from models.attention import attend, attend_alone
 from models.config import ModelConfig
-from models.counts import parameters_per_layer
+from models.counts import active_parameters_per_layer
 from models.decoder import Decoder, DecoderLayer
 from models.loss import linear_cross_entropy
 from models.mask import AttentionMask, Block
@@ -161,7 +161,7 @@ def check_layer(config: ModelConfig, device: torch.device, length: int) -> None:
         seconds.append(time.perf_counter() - started)
     assert all(torch.isfinite(parameter.grad).all() for parameter in layer.parameters())
     best = min(seconds)
-    speed = 6 * parameters_per_layer(config)[0] * length / best / 1e12
+    speed = 6 * active_parameters_per_layer(config)[0] * length / best / 1e12
     print(f"layer of {config.name:<12} {length} tokens  {best * 1e3:8.1f} ms  {speed:6.1f} TFLOP/s", flush=True)
 
 

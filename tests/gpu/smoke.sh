@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One GPU, under five minutes, torch 2.11 or newer: bash tests/gpu/smoke.sh [cuda|cpu]. What it prints belongs into results/.
-# Needs torch, numpy and PyYAML; the default recipe is trained by its command where Hydra and the rest are installed too.
+# Needs torch, numpy, PyYAML and tokenizers; the default recipe is trained by its command where Hydra and the rest are installed too.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 device=${1:-cuda}

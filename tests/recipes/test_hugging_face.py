@@ -58,6 +58,15 @@ def test_given_an_export_when_imported_then_weights_are_equal_and_a_run_starts_f
     assert f"Write weights={tmp_path}/imported" in refused.stderr
 
 
+def test_given_a_run_in_bfloat16_when_exported_then_its_own_weights_are_verified_in_either_type(tmp_path: Path) -> None:
+    succeed(start("train", *MICRO, "precision=bf16", f"run.dir={tmp_path}/run", "logger=none", "callbacks=none"))
+    whole = start("export", f"run={tmp_path}/run", f"out={tmp_path}/float32", "verify=true")
+    rounded = start("export", f"run={tmp_path}/run", f"out={tmp_path}/bfloat16", "verify=true", "dtype=bfloat16")
+    succeed(whole, rounded)
+    assert {tensor.dtype for tensor in load_file_all(tmp_path / "float32").values()} == {torch.float32}
+    assert {tensor.dtype for tensor in load_file_all(tmp_path / "bfloat16").values()} == {torch.bfloat16}
+
+
 def test_given_weights_that_know_another_tokenizer_when_trained_from_then_it_is_refused_until_theirs_is_named(
     trained: Path, tmp_path: Path
 ) -> None:

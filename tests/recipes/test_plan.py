@@ -13,7 +13,6 @@ from parallel.layout import resolve, world_size
 from parallel.plan.plan import make_plan
 from parallel.plan.problems import Severity
 from parallel.plan.repair import changed, world_after
-from parallel.plan.rules.fit import needed
 from parallel.plan.validate import errors, validate
 from recipes.locks import all_differences, compose_recipe, recipes, under_lock
 from recipes.plan_dry_run import corners, expected_traffic, run
@@ -64,7 +63,7 @@ def test_given_a_large_recipe_when_a_corner_is_dry_run_at_its_world_size_then_it
     held = plan.pipeline_ranks[done.coordinates["pp"]]
     assert held.memory.total == pytest.approx(done.total, rel=0.03)
     assert sorted(done.traffic, key=str) == sorted(expected_traffic(done, short, layout), key=str)
-    assert needed(held.memory) < DEVICES[made.cluster.device].memory_bytes
+    assert held.memory.needed < DEVICES[made.cluster.device].memory_bytes
 
 
 def test_given_the_recipes_when_compared_with_their_locks_then_nothing_differs() -> None:

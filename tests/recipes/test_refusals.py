@@ -22,6 +22,7 @@ CONFIG = {
     "seq_len": (["data.seq_len=2048"], "data.seq_len=2048 is above model.max_position_embeddings=1024"),
     "evil target": (["+callbacks.x._target_=os.system"], "would run code from outside"),
     "secret": (["run.root=/tmp/hf_abcdefghijklmnopqrstuvwxyz"], "looks like a secret (not shown)"),
+    "a mirror that no package knows": (["checkpoint.mirror=s3://bucket/x"], "checkpoint.mirror=s3://bucket/x needs"),
     "no such checkpoint": (["ckpt=/nowhere"], "ckpt=/nowhere is neither a complete checkpoint"),
 }
 

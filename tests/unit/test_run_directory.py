@@ -9,7 +9,7 @@ import pytest
 from models.errors import ConfigError, RunError
 from parallel.files import write_whole
 from recipes.metrics import MetricsFile
-from recipes.run_directory import RunDirectory
+from recipes.run_directory import RunDirectory, first_failure
 from recipes.schema import read_config
 from tests.small import config
 
@@ -129,3 +129,16 @@ def test_given_a_run_directory_with_a_torn_config_when_created_then_it_is_refuse
     (tmp_path / "config.yaml").write_text(torn)
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         RunDirectory(tmp_path).create(config(), [])
+
+
+def test_given_a_rank_that_has_failed_when_another_fails_for_it_then_the_first_reason_stays(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.create(config("data=synthetic"), [])
+    with pytest.raises(RuntimeError, match="gone"), run.recorded():  # noqa: PT012
+        first_failure(run.path, "rank 1 on node2: the cause")
+        raise RuntimeError("connection gone")
+    assert (run.path / "FAILED").read_text() == "rank 1 on node2: the cause\n"
+    run.create(config("data=synthetic"), [])
+    with pytest.raises(RuntimeError, match="gone"), run.recorded():
+        raise RuntimeError("gone")
+    assert (run.path / "FAILED").read_text() == "RuntimeError: gone\n"

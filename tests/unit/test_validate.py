@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from models.errors import ConfigError
-from parallel.layout import Layout
+from parallel.layout import Layout, resolve, world_size
+from parallel.plan.memory import rank_memory
 from parallel.plan.problems import Problem, Severity, refuse
+from parallel.plan.rules.fit import worst
+from parallel.plan.rules.idle import IDLE
 from parallel.plan.validate import validate
-from tests.small import config
+from tests.small import config, options
 
 
 def _errors(*overrides: str, world: int = 1) -> list[str]:
@@ -61,11 +64,16 @@ def test_given_a_very_large_batch_when_refused_then_the_answer_comes_at_once() -
 
 
 REFUSED = [
-    ("model.num_key_value_heads=3", "model.num_key_value_heads=3 must divide .*=4.*Write one of [1, 2, 4]"),
-    ("model.head_dim=63", "model.head_dim=63 must be even.*Write 64"),
+    (
+        "model.num_key_value_heads=3",
+        "model.num_key_value_heads=3 must divide .*=4.*Write model.num_key_value_heads=2 or 4",
+    ),
+    ("model.head_dim=63", "model.head_dim=63 must be even.*Write model.head_dim=64"),
     ("model.hidden_size=0", "model.hidden_size=0 must be at least 1"),
     ("model.dropout=1.0", "model.dropout=1.0 must lie in [0, 1)"),
     ("model.dropout=nan", "model.dropout=nan"),
+    ("model.rms_norm_eps=nan", "model.rms_norm_eps=nan must be above 0.*Write model.rms_norm_eps=1e-05"),
+    ("model.rope.theta=inf", "model.rope.theta=inf must be above 0"),
     ("model.sliding_window=0", "model.sliding_window=0 must be at least 1"),
     ("model.rope.scaling=yarn", "needs model.rope.original_max_position_embeddings"),
     ("model.rope.scaling=linear model.rope.factor=0.5", "model.rope.factor=0.5 must be at least 1"),
@@ -215,7 +223,7 @@ MIXTURES = [
     ),
     ("model=tiny_moe model.moe.capacity_factor=0", 1, "capacity_factor=0.0 must be above 0"),
     ("model=tiny_moe model.moe.drop_order=position", 1, "drop_order=position needs a capacity"),
-    ("model=tiny_moe model.moe.num_groups=3", 1, "num_groups=3 must divide .*=8.*[1, 2, 4, 8]"),
+    ("model=tiny_moe model.moe.num_groups=3", 1, "num_groups=3 must divide .*=8.*Write model.moe.num_groups=2 or 4"),
     (
         "model=tiny_moe model.moe.num_groups=4 model.moe.top_groups=5",
         1,
@@ -264,8 +272,9 @@ def test_given_the_recipe_when_validated_then_there_is_nothing_to_say() -> None:
 
 
 def test_given_many_faults_when_refused_then_all_are_listed_at_once() -> None:
-    many = _errors("model.head_dim=63", "data.seq_len=2000", "optimizer.lr=-1", "trainer.max_steps=0", world=3)
-    assert len(many) == 5  # and 8 sequences on 3 data ranks
+    shape = ["model.head_dim=63", "model.dropout=2", "model.num_key_value_heads=3"]
+    many = _errors(*shape, "data.seq_len=2000", "optimizer.lr=-1", "trainer.max_steps=0", world=3)
+    assert len(many) == 7  # and 8 sequences on 3 data ranks
     with pytest.raises(ConfigError) as caught:
         refuse([Problem(Severity.error, message) for message in many])
     assert str(caught.value).splitlines() == many
@@ -288,3 +297,93 @@ def test_given_only_warnings_when_refused_then_nothing_is_raised() -> None:
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_given_a_machine_with_so_many_gpus_when_the_default_recipe_starts_then_it_is_legal(world: int) -> None:
     assert validate(config(), world) == []
+
+
+def _warnings(*overrides: str) -> list[str]:
+    problems = validate(config("data=synthetic", *overrides), 1)
+    assert all(problem.severity != Severity.error for problem in problems), problems
+    return [problem.message for problem in problems if problem.rule == "no-effect"]
+
+
+IDLE_VALUES = {
+    "parallelism.pp_schedule": "gpipe",
+    "parallelism.pp_schedule_file": "/x.csv",
+    "parallelism.cp_method": "ulysses",
+    "parallelism.cp_padding": "false",
+    "model.lora.targets": "[q_proj]",
+    "model.rope.original_max_position_embeddings": "100",
+    "model.rope.low_freq_factor": "0.5",
+    "data.tokenizer.kind": "bpe",
+    "data.tokenizer.vocab_size": "300",
+    "scheduler.decay": "10",
+    "checkpoint.metric": "val/perplexity",
+    "checkpoint.mode": "max",
+}
+
+
+@pytest.mark.parametrize("key", [key for key, _, _ in IDLE])
+def test_given_a_key_that_nothing_reads_when_set_then_it_is_said_where_it_is_for(key: str) -> None:
+    constant = ["scheduler=constant"] if key == "scheduler.minimum_ratio" else []
+    assert _warnings(*constant) == []
+    [message] = _warnings(*constant, f"{key}={IDLE_VALUES.get(key, '7.0' if 'ratio' not in key else '0.5')}")
+    assert re.match(rf"{re.escape(key)}=\S+ does nothing here: it is for ", message), message
+
+
+@pytest.mark.parametrize("name", options("recipe"))
+def test_given_a_recipe_when_validated_then_every_key_of_it_does_something(name: str) -> None:
+    made = config(f"recipe={name}")
+    problems = validate(made, world_size(made.cluster, made.parallelism, 0))
+    assert [problem.message for problem in problems if problem.rule == "no-effect"] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lost"),
+    [
+        ("", True),
+        ("checkpoint.every_n_steps=50", False),
+        ("checkpoint.every_n_steps=500 trainer.max_steps=400", True),
+        ("checkpoint.every_n_minutes=10", False),
+        ("checkpoint.best=1", False),
+        ("checkpoint.best=1 trainer.val_interval=500 trainer.max_steps=400", True),
+    ],
+)
+def test_given_no_checkpoint_at_the_end_when_nothing_else_writes_one_then_the_loss_is_said(
+    overrides: str, lost: bool
+) -> None:
+    problems = validate(config("data=synthetic", "checkpoint.at_end=false", *overrides.split()), 1)
+    assert any(problem.rule == "no-checkpoint" for problem in problems) == lost
+
+
+def test_given_a_pipeline_whose_middle_is_heavy_when_validated_then_it_is_refused_for_the_rank_that_does_not_fit() -> (
+    None
+):
+    split = "parallelism.pp=4 parallelism.tp=8 parallelism.sequence_parallel=true parallelism.pp_split=[5,5,65,5]"
+    problems = validate(config("recipe=dense_70b", *split.split()), 32)
+    [fault] = [problem for problem in problems if problem.rule == "memory"]
+    assert fault.severity == Severity.error
+    assert fault.message.startswith("a rank at 2 along pp needs ")
+
+
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"]
+)
+@pytest.mark.parametrize("model", ["tiny", "tiny_moe model.moe.dense_layers=[0,1,9]"])
+def test_given_any_pipeline_when_the_fullest_rank_is_looked_for_then_no_other_is_fuller(
+    schedule: str, model: str
+) -> None:
+    virtual = 1 if schedule in ("gpipe", "1f1b") else 2
+    overrides = f"model={model} model.num_hidden_layers=16 data.global_batch=16 data.micro_batch=1 precision=bf16"
+    split = f"parallelism.pp=4 parallelism.pp_schedule={schedule} parallelism.virtual_stages={virtual}"
+    made = config("data=synthetic", *overrides.split(), *split.split())
+    layout = resolve(made.parallelism, 8)
+    sizes = [rank_memory(made, layout, rank).total for rank in range(4)]
+    assert worst(made, layout)[1].total == max(sizes)
+
+
+def test_given_offload_when_planned_then_weights_and_state_are_not_the_gpus() -> None:
+    layout, words = Layout(dp_shard=8), ["recipe=dense_7b", "parallelism.tp=1", "parallelism.zero=3"]
+    words += ["parallelism.sequence_parallel=false", "parallelism.loss_parallel=false"]
+    kept, away = (rank_memory(config(*words, f"parallelism.offload={on}"), layout, 0) for on in ("false", "true"))
+    assert (away.parameters, away.optimizer) == (0, 0)
+    assert away.gathered == kept.gathered > 0
+    assert away.total < kept.total - kept.parameters - kept.optimizer

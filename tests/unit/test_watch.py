@@ -10,6 +10,7 @@ import pytest
 from parallel.cluster import WatchConfig
 from parallel.ranks import Ranks
 from parallel.watch import Watch
+from recipes.launch import error_reported
 
 
 @pytest.fixture
@@ -51,3 +52,14 @@ def test_given_a_watch_that_has_stopped_when_the_run_gives_signs_of_life_then_no
     timer.reset_mock()
     beat_later(watch)
     timer.assert_not_called()
+
+
+def test_given_one_process_when_its_run_fails_then_nothing_watches_it_any_more(tmp_path: Path) -> None:
+    # The next point of a sweep runs in the same process, and must not be ended for the silence of this one.
+    watch = Watch(WatchConfig(), Ranks(), tmp_path / "stalls", lambda _: None)
+    with pytest.raises(ValueError, match="planted"), error_reported(Ranks(), tmp_path) as watched:  # noqa: PT012
+        watched.append(watch)
+        watch.start()
+        raise ValueError("planted")
+    watch._thread.join(5)
+    assert not watch._thread.is_alive()

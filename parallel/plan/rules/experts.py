@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from models.errors import ConfigError
 from parallel.config import BYTES, Config, MuonConfig
-from parallel.layout import Layout, divisors, resolve
-from parallel.plan.expert_traffic import expert_elements, microbatch_count, mixture_layers, must_count
+from parallel.layout import Layout, divisors, microbatch_count, resolve
+from parallel.plan.expert_traffic import expert_elements, must_count
 from parallel.plan.problems import Fault, nearest
 from parallel.plan.rules.run import adamw_for
 from parallel.plan.traffic import traffic
@@ -141,7 +141,7 @@ def advice(config: Config, layout: Layout) -> Iterator[Fault]:
 def _expert_bytes(config: Config, layout: Layout) -> int:
     """Weights in the compute type and gradients in the reduce type of all experts that a rank works with."""
     zero, precision = config.parallelism.zero, config.precision
-    layers = [expert_elements(config, layout, layer) for layer in mixture_layers(config)]
+    layers = [expert_elements(config, layout, layer) for layer in config.model.mixtures]
     weights = max(layers) if zero == 3 else sum(layers) // layout.pp
     gradients = max(layers) if zero >= 2 else sum(layers) // layout.pp
     return weights * BYTES[precision.compute] + gradients * BYTES[precision.reduce]

@@ -6,26 +6,11 @@ from typing import Any
 
 from parallel.config import RECOMPUTE_MODES, Config
 from parallel.devices import DEVICES
-from parallel.layout import AXES, Layout, divisors
-from parallel.plan.memory import Memory, peak
+from parallel.layout import Layout, divisors
+from parallel.plan.memory import RESERVED_BYTES, SLACK, Memory, rank_memory
 from parallel.plan.problems import Fault, nearest
 from parallel.plan.weights import rank_layers
 from parallel.stages import splits_backward, stages_of
-
-RESERVED_BYTES = 1536 << 20
-"""Assumed: CUDA context, kernels, cuBLAS workspaces and NCCL's own buffers, which no tensor accounts for."""
-SLACK = 0.05
-"""Assumed: what the caching allocator holds beyond what is in use at the peak."""
-
-
-def needed(memory: Memory) -> int:
-    """Bytes of a device that a peak asks for."""
-    return int(memory.total * (1 + SLACK)) + RESERVED_BYTES
-
-
-def rank_memory(config: Config, layout: Layout, pp_rank: int) -> Memory:
-    """The peak of a pipeline rank; ranks at 0 along the other axes hold the largest shards."""
-    return peak(config, layout, dict.fromkeys(AXES, 0) | {"pp": pp_rank})
 
 
 def worst(config: Config, layout: Layout) -> tuple[int, Memory]:
@@ -62,11 +47,11 @@ def tight(config: Config, layout: Layout) -> Iterator[Fault]:
     if device is None:
         return
     rank, memory = worst(config, layout)
-    if memory.total <= device.memory_bytes < needed(memory):
+    if memory.total <= device.memory_bytes < memory.needed:
         extra = (
             f" With {SLACK:.0%} that the allocator holds and {RESERVED_BYTES / 1e9:.1f} GB of context it may not fit."
         )
-        yield Fault("memory-tight", _message(rank, memory, needed(memory), device.memory_bytes, config) + extra)
+        yield Fault("memory-tight", _message(rank, memory, memory.needed, device.memory_bytes, config) + extra)
 
 
 def _message(rank: int, memory: Memory, size: int, limit: int, config: Config) -> str:
@@ -106,9 +91,9 @@ def recompute_costs(config: Config, layout: Layout) -> Iterator[Fault]:
         return
     other = replace(config, parallelism=replace(config.parallelism, recompute="none"))
     _, memory = worst(other, layout)
-    if needed(memory) <= device.memory_bytes:
+    if memory.needed <= device.memory_bytes:
         yield Fault(
             "recompute-needless",
             f"parallelism.recompute=full makes a step's computing a third longer, and without it a rank needs "
-            f"{needed(memory) / 1e9:.1f} of the {device.memory_bytes / 1e9:.1f} GB. Write parallelism.recompute=none.",
+            f"{memory.needed / 1e9:.1f} of the {device.memory_bytes / 1e9:.1f} GB. Write parallelism.recompute=none.",
         )

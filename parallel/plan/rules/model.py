@@ -1,64 +1,17 @@
 """The decoder's shape, its numbers, and the length of what it reads."""
 
-import re
 from collections.abc import Iterator
-from dataclasses import fields
-from typing import Any
 
-from models.config import MoEConfig
 from models.errors import ConfigError
 from parallel.config import BYTES, Config, FloatType, SyntheticData, TokenizerKind, recompute_interval
 from parallel.devices import DEVICES
-from parallel.layout import divisors
-from parallel.plan.problems import Fault, nearest
+from parallel.plan.problems import Fault
 
 
 def shape(config: Config) -> Iterator[Fault]:
     """The rules that models/config.py keeps."""
-    try:
-        config.model.check()
-    except ConfigError as error:
-        message, _, advice = str(error).partition(" Write ")
-        yield Fault("model", message + (f" Write {advice}" if advice else ""), _shape_tries(config, message))
-
-
-def _shape_tries(config: Config, message: str) -> dict[str, list[Any]]:
-    model, rope, moe = config.model, config.model.rope, config.model.moe
-    heads = max(model.num_attention_heads, 1)
-    legal: dict[str, list[Any]] = {
-        "num_key_value_heads": [*nearest(divisors(heads), model.num_key_value_heads)],
-        "head_dim": [max(model.head_dim + 1, 2)],
-        "dropout": [0.0],
-        "sliding_window": [None],
-        "rms_norm_eps": [1e-5],
-        "initializer_range": [0.02],
-        "rope.theta": [10000.0],
-        "rope.low_freq_factor": [rope.high_freq_factor / 4],
-        "rope.original_max_position_embeddings": [max(model.max_position_embeddings, 1)],
-        "rope.factor": [1.0],
-    }
-    legal |= {f"moe.{key}": values for key, values in _routing_tries(moe).items()}
-    named = re.findall(r"model\.([a-z_.]+?)=", message) + re.findall(r"(?:needs |, and )model\.([a-z_.]+),", message)
-    named += ["rope.low_freq_factor"] if "low_freq_factor" in message else []
-    found = {f"model.{key}": legal[key] for key in named if key in legal}
-    if "must be at least 1" in message:
-        return {f"model.{named[0]}": [1, 2, heads]}
-    return found
-
-
-def _routing_tries(moe: MoEConfig) -> dict[str, list[Any]]:
-    if not moe.num_experts:
-        return {key.name: [getattr(MoEConfig(), key.name)] for key in fields(moe) if key.name != "num_experts"}
-    return {
-        "num_groups": nearest(divisors(moe.num_experts), moe.num_groups),
-        "top_groups": nearest([*range(1, moe.num_groups + 1)], moe.top_groups),
-        "num_experts_per_tok": nearest([*range(1, moe.num_experts + 1)], moe.num_experts_per_tok),
-        "capacity_factor": [1.25, None],
-        "jitter": [0.0],
-        "balance_loss": [0.01],
-        "z_loss": [0.0],
-        "bias_update_rate": [0.0],
-    }
+    for flaw in config.model.flaws():
+        yield Fault("model", flaw.message, flaw.tries)
 
 
 def precision(config: Config) -> Iterator[Fault]:

@@ -13,6 +13,7 @@ from parallel.config import (
     MuonConfig,
     SyntheticData,
     TokenizerKind,
+    schedule_total,
 )
 from parallel.devices import DEVICES
 from parallel.plan.problems import Fault
@@ -184,15 +185,6 @@ def scheduler_costs(config: Config) -> Iterator[Fault]:
             f"scheduler.total={chosen.total} is not trainer.max_steps={steps}: the decay ends "
             f"{'before' if chosen.total < steps else 'after'} the run does.",
         )
-
-
-def schedule_total(config: Config) -> int:
-    """Steps, or tokens, at which the learning rate's decay ends."""
-    if config.scheduler.total is not None:
-        return config.scheduler.total
-    if config.scheduler.unit == "tokens":
-        return config.trainer.max_steps * config.data.global_batch * config.data.seq_len
-    return config.trainer.max_steps
 
 
 def loop(config: Config) -> Iterator[Fault]:

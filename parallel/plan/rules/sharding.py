@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from models.counts import parameter_count
 from parallel.config import BYTES, Config, MuonConfig
 from parallel.devices import DEVICES
-from parallel.layout import Layout
+from parallel.layout import Layout, microbatch_count
 from parallel.plan.problems import Fault
 from parallel.plan.rules.run import adamw_for
-from parallel.plan.timeline import microbatch_count
 from parallel.plan.traffic import ring_bytes
 from parallel.stages import splits_backward
 

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 from torch import Tensor
 
 from models import attention
@@ -149,8 +150,8 @@ def _masked_wrongly(change: Callable[..., Any]) -> AbstractContextManager[object
 
 @fault
 def documents_end_where_the_part_does_not_know() -> Iterator[None]:
-    def change(queries: int, keys: int, window: Any, ids: Tensor) -> Any:
-        return queries, keys, window, ids.where(ids == ids[:, :1], ids[:, :1] + 1)
+    def change(queries: int, keys: int, window: Any, ids: np.ndarray) -> Any:
+        return queries, keys, window, np.where(ids == ids[:, :1], ids, ids[:, :1] + 1)
 
     with _masked_wrongly(change):
         yield
