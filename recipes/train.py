@@ -110,7 +110,9 @@ def train(composed: DictConfig) -> None:
         try:
             with run.recorded():
                 try:
-                    run.finish(fit(config, layout, ranks, run, gpus, told, watch))
+                    summary = fit(config, layout, ranks, run, gpus, told, watch)
+                    watch.beat("end", config.trainer.max_steps, config.cluster.watch.save_limit_s)
+                    run.finish(summary)
                 finally:
                     finish_wandb()
         except RunInterruptedError:

@@ -2,7 +2,7 @@
 
 Stages are made to last by sleeping, so that two cores can run four ranks at once. What a wait must stay below is the
 length of the shortest action: a rank that waits for a message in vain waits for an action at least. Each wait is the
-shortest of three steps, since a wait that the order of messages causes comes again in every step.
+shortest of six steps, since a wait that the order of messages causes comes again in every step.
 """
 
 import time
@@ -55,7 +55,7 @@ def recorded(config: Config) -> list[list[tuple[Action, float, float]]]:
     return steps[1:]  # in the first step connections are opened
 
 
-@pytest.mark.parametrize(("schedule", "virtual"), thinned(ALL))
+@pytest.mark.parametrize(("schedule", "virtual"), thinned(ALL, 3))
 def test_ranks_keep_the_order_and_wait_for_nothing_that_is_there(pool: Pool, schedule: str, virtual: int) -> None:
     config = make_config(**settings(schedule, 4, virtual, 8))
     ranks = pool.run(4, "tests.distributed.test_timeline:recorded", config)

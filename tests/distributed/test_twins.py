@@ -26,7 +26,7 @@ def but_long(names: list[str], *short: str) -> list[Any]:
     return [name if name in short else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
-@pytest.mark.parametrize("name", but_long(TWINS, "tiny_dense_7b", "tiny_mixtral_8x7b"))
+@pytest.mark.parametrize("name", but_long(TWINS, "tiny_mixtral_8x7b"))
 def test_given_a_twin_when_trained_two_steps_then_it_is_the_run_of_one_process(pool: Pool, name: str) -> None:
     made = config(f"recipe={name}", *SHORT)
     expected = reference(pool, made)
@@ -43,6 +43,6 @@ def test_given_a_locks_losses_when_compared_with_others_then_a_thousandth_is_a_d
     assert loss_differences(name, [losses[0], losses[1], losses[2] * 1.001]) != []
 
 
-@pytest.mark.parametrize("name", but_long([name for name in recipes() if is_measured(name)], "tiny", "tiny_moe"))
+@pytest.mark.parametrize("name", but_long([name for name in recipes() if is_measured(name)], "tiny"))
 def test_given_a_recipe_that_runs_anywhere_when_begun_then_its_losses_are_those_of_its_lock(name: str) -> None:
     assert loss_differences(name, first_losses(name)) == []
