@@ -96,8 +96,11 @@ class QuintetStrategy(ModelParallelStrategy):
         self.setup_precision_plugin()
 
     def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Everything but the document ids, which only the host reads: to ask a GPU for them would make it wait."""
-        tensors = {name: tensor for name, tensor in batch.items() if name != "document_ids"}
+        """Everything but what only the host reads: documents, which masks are made of, and the sequences' numbers.
+
+        To ask a GPU for them would make the host wait.
+        """
+        tensors = {name: tensor for name, tensor in batch.items() if name not in ("document_ids", "ids")}
         return batch | super().batch_to_device(tensors, device, dataloader_idx)
 
     def training_step(self, batch: Batch, *_: Any) -> Tensor:

@@ -55,7 +55,7 @@ LAYOUT_COSTS = (
 )
 """What is legal and costly."""
 NOTES = (model.vocabulary_notes, run.data_notes, run.compiled_notes)
-LAYOUT_NOTES = (layout.costs, context.notes, experts.advice)
+LAYOUT_NOTES = (layout.costs, context.notes, sharding.notes, experts.advice)
 """What is worth knowing."""
 
 

@@ -387,3 +387,6 @@ def test_given_offload_when_planned_then_weights_and_state_are_not_the_gpus() ->
     assert (away.parameters, away.optimizer) == (0, 0)
     assert away.gathered == kept.gathered > 0
     assert away.total < kept.total - kept.parameters - kept.optimizer
+    words += ["parallelism.offload=true", "data.global_batch=8", "data.micro_batch=1"]
+    [note] = [problem for problem in validate(config(*words), 8) if problem.rule == "offload-host"]
+    assert "about 107.8 GB a node" in note.message  # 6.74e9 parameters: weight, gradient and two moments in float32

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from models.counts import parameter_count
 from parallel.config import BYTES, Config, MuonConfig
 from parallel.devices import DEVICES
-from parallel.layout import Layout, microbatch_count
+from parallel.layout import AXES, Layout, microbatch_count
 from parallel.plan.problems import Fault
 from parallel.plan.rules.run import adamw_for
 from parallel.plan.traffic import ring_bytes
+from parallel.plan.weights import held_parameters, optimizer_elements
 from parallel.stages import splits_backward
 
 
@@ -44,6 +45,20 @@ def sharding(config: Config, layout: Layout) -> Iterator[Fault]:
             "tp=1 and zero=0 it does.",
             {"parallelism.zero": [0], "parallelism.tp": [1], "optimizer": [adamw_for(config.optimizer)]},
         )
+
+
+def notes(config: Config, layout: Layout) -> Iterator[Fault]:
+    """What lies outside the GPUs."""
+    if not config.parallelism.offload:
+        return
+    held = held_parameters(config, layout, dict.fromkeys(AXES, 0))
+    size = (2 * sum(held.values()) + optimizer_elements(config, held)) * BYTES[config.precision.master]
+    node = size * (config.cluster.devices_per_node or layout.world // config.cluster.nodes)
+    yield Fault(
+        "offload-host",
+        f"parallelism.offload=true keeps weights, their gradients and the optimizer's state in the host's memory: "
+        f"about {node / 1e9:.1f} GB a node, which is not checked. They cross to the GPU and back in every step.",
+    )
 
 
 def costs(config: Config, layout: Layout) -> Iterator[Fault]:
