@@ -1,6 +1,8 @@
 """The signals that tell a run to end, noted from the first moment on. No torch: it is imported before it."""
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from models.errors import RunError
 
@@ -29,4 +31,17 @@ class Told:
         # Noted in any case: a library that is being imported may swallow the exception, and the first step then ends.
         self.signal = self.signal or number
         if self.at_once:
-            raise RunInterruptedError(f"told to end by {signal.Signals(number).name} before the first step.")
+            raise self._error()
+
+    def _error(self) -> RunInterruptedError:
+        return RunInterruptedError(f"told to end by {signal.Signals(self.signal).name} before the first step.")
+
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        """What fails after the signal and before the first step fails for it: libraries make other errors of it."""
+        try:
+            yield
+        except Exception as error:
+            if self.signal and self.at_once and not isinstance(error, RunInterruptedError):
+                raise self._error() from error
+            raise

@@ -110,7 +110,8 @@ def train(composed: DictConfig) -> None:
         try:
             with run.recorded():
                 try:
-                    summary = fit(config, layout, ranks, run, gpus, told, watch)
+                    with told.heeded():
+                        summary = fit(config, layout, ranks, run, gpus, told, watch)
                     watch.beat("end", config.trainer.max_steps, config.cluster.watch.save_limit_s)
                     run.finish(summary)
                 finally:
