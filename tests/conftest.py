@@ -42,13 +42,17 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker has the pool of ranks, and one the tests that run alone; the others are dealt out by file."""
+    """One worker has the pool of ranks, and one SLURM and what runs alone; the others are dealt out by file.
+
+    Interruptions spend their minutes waiting for SLURM and leave them to others; what else runs on SLURM has limits.
+    """
     for item in items:
         folder = item.path.parent.name
-        if folder == "slurm":
+        if folder == "slurm" and item.path.stem != "test_interruptions":
             item.add_marker(pytest.mark.alone)
         pooled = folder == "distributed" and "pool" in getattr(item, "fixturenames", ())
-        group = "alone" if is_alone(item) and not pooled else folder if folder == "distributed" else str(item.path)
+        waits = folder == "slurm" or (is_alone(item) and not pooled)
+        group = "alone" if waits else folder if folder == "distributed" else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
 
 
