@@ -1,11 +1,11 @@
 """The shape of a decoder, as plain immutable data, and the rules a shape must keep."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from math import ceil, inf
 
-from models.errors import Flaw
+from models.errors import Flaw, nearest
 
 LOSS_CHUNK = 2048
 """Tokens whose logits exist at a time in the loss."""
@@ -140,12 +140,12 @@ class MoEConfig:
             yield Flaw(
                 f"model.moe.num_groups={self.num_groups} must divide model.moe.num_experts={experts}, so that groups "
                 f"are alike.",
-                {"model.moe.num_groups": _nearest(groups, self.num_groups)},
+                {"model.moe.num_groups": nearest(groups, self.num_groups)},
             )
         elif not 1 <= self.top_groups <= self.num_groups:
             yield Flaw(
                 f"model.moe.top_groups={self.top_groups} must be 1 to model.moe.num_groups={self.num_groups}.",
-                {"model.moe.top_groups": _nearest(range(1, self.num_groups + 1), self.top_groups)},
+                {"model.moe.top_groups": nearest(range(1, self.num_groups + 1), self.top_groups)},
             )
         else:
             within = experts // self.num_groups * self.top_groups
@@ -154,7 +154,7 @@ class MoEConfig:
                     f"model.moe.num_experts_per_tok={chosen} must be 1 to {within}, the experts that a token may "
                     f"choose from (num_experts={experts} / num_groups={self.num_groups} * top_groups="
                     f"{self.top_groups}).",
-                    {"model.moe.num_experts_per_tok": _nearest(range(1, within + 1), chosen)},
+                    {"model.moe.num_experts_per_tok": nearest(range(1, within + 1), chosen)},
                 )
         named = sorted(set(self.dense_layers) & set(range(layers)))
         if named != self.dense_layers or len(self.dense_layers) == layers:
@@ -266,7 +266,7 @@ class ModelConfig:
             yield Flaw(
                 f"model.num_key_value_heads={groups} must divide model.num_attention_heads={heads}, so that every "
                 f"key/value head serves the same number of query heads.",
-                {"model.num_key_value_heads": _nearest(legal, groups)},
+                {"model.num_key_value_heads": nearest(legal, groups)},
             )
         if self.head_dim % 2:
             yield Flaw(
@@ -336,10 +336,6 @@ class ModelConfig:
                 f"model.lora.targets={list(lora.targets)}: experts have no adapters.",
                 {"model.lora.targets": [list(attention)]},
             )
-
-
-def _nearest(legal: Iterable[int], value: int) -> list[int]:
-    return sorted(legal, key=lambda number: (abs(number - value), number))[:4]
 
 
 def note_columns(config: ModelConfig) -> int:

@@ -32,3 +32,8 @@ def refuse_flaws(flaws: Iterable[Flaw]) -> None:
     """Raise ConfigError with all of them, if there are any."""
     if found := [str(flaw) for flaw in flaws]:
         raise ConfigError("\n".join(found))
+
+
+def nearest(values: Iterable[int], wanted: int) -> list[int]:
+    """The values in the order of their distance, by ratio, from `wanted`."""
+    return sorted({*values}, key=lambda value: max(value, wanted) / max(min(value, wanted), 1) if value > 0 else 1e9)

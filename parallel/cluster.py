@@ -1,4 +1,4 @@
-"""What a cluster asks of a job: SLURM's fields, and how long a run may seem dead. No torch."""
+"""The machines: what they are, what SLURM is asked for, and how long a run may seem dead. No torch."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -77,3 +77,23 @@ class WatchConfig:
         """When torch itself gives a collective up: later than the watch, which says more."""
         limits = (self.step_limit_s, self.start_limit_s, self.save_limit_s)
         return 2.0 * max(limits) if min(limits) > 0.0 else 7 * 86400.0
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """The machines."""
+
+    name: str
+    device: str
+    """`auto` (GPUs where there are any), `cpu`, `cuda`, or a device of `parallel/devices.py` such as `h100`."""
+    nodes: int = 1
+    devices_per_node: int | None = None
+    """None: every GPU that is seen, or one process on a CPU."""
+    network_gb_per_s: float | None = None
+    """Between nodes, what one device can send in a second, in gigabytes (10^9 bytes); for `plan`. None: not known."""
+    threads: int | None = None
+    """CPU threads per process; None leaves torch's choice."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that every rank of a submitted job gets: NCCL's, the network's."""
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)

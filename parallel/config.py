@@ -10,7 +10,7 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.errors import ConfigError
-from parallel.cluster import SlurmConfig, WatchConfig
+from parallel.cluster import ClusterConfig
 
 
 @dataclass(frozen=True)
@@ -118,26 +118,6 @@ class PrecisionConfig:
     """Weights and activations in forward and backward."""
     reduce: FloatType
     """Gradients while they are summed over microbatches and ranks."""
-
-
-@dataclass(frozen=True)
-class ClusterConfig:
-    """The machines."""
-
-    name: str
-    device: str
-    """`auto` (GPUs where there are any), `cpu`, `cuda`, or a device of `parallel/devices.py` such as `h100`."""
-    nodes: int = 1
-    devices_per_node: int | None = None
-    """None: every GPU that is seen, or one process on a CPU."""
-    network_gb_per_s: float | None = None
-    """Between nodes, what one device can send in a second, in gigabytes (10^9 bytes); for `plan`. None: not known."""
-    threads: int | None = None
-    """CPU threads per process; None leaves torch's choice."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """Variables that every rank of a submitted job gets: NCCL's, the network's."""
-    slurm: SlurmConfig = field(default_factory=SlurmConfig)
-    watch: WatchConfig = field(default_factory=WatchConfig)
 
 
 class TokenizerKind(StrEnum):

@@ -13,7 +13,8 @@ from math import isqrt
 import numpy as np
 
 from models.errors import ConfigError
-from parallel.config import ClusterConfig, Config, ParallelismConfig
+from parallel.cluster import ClusterConfig
+from parallel.config import Config, ParallelismConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "expert_dp", "ep", "etp")

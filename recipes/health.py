@@ -30,7 +30,7 @@ STATE_BYTES_PER_PARAMETER = 12
 """A checkpoint with AdamW: weights and two moments in float32."""
 MINIMUM = {"h100": {"nccl": (2, 18), "cuda": (11, 8)}, "h200": {"nccl": (2, 18), "cuda": (11, 8)}}
 """Oldest versions by device: NCCL 2.18 tunes for the H100's NVLink, CUDA 11.8 is the first to know its chip."""
-SLOW = {"cuda": 1.2, "cpu": 10.0}
+SLOW = {"cuda": 1.2, "cpu": 3.0}
 """How many times slower than the median of all ranks is a fault. CPU ranks share processors."""
 SKEW_S = 5.0
 MEMORY_SHARE = 0.8

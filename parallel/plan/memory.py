@@ -258,7 +258,7 @@ class _Rank:
         first = replace(now, moment="loss, forward", loss=loss.kept + loss.forward)
         if self.fsdp and not self.once:
             first = replace(first, gathered=head)
-        if self.fsdp and self.shards > 1 and not (self.once and (bool(made) or self.pipeline)):
+        if self.fsdp and self.shards > 1 and not (self.once and (made or self.pipeline)):
             first = replace(first, communication=head)
         yield first
         second = replace(first, moment="loss, backward", loss=loss.kept + loss.backward)
@@ -285,7 +285,7 @@ class _Rank:
                 name = "next layer, backward" if position else "first layer, backward"
                 here = replace(here, moment=name, activations=waiting + received)
                 sent = self.layers[after[0]] - self.experts[after[0]]
-            if not reduces and after and not bool(made):
+            if not reduces and after and not made:
                 of = self.reduce if self.microbatches > 1 else self.compute
                 here = replace(here, gradients=here.gradients + sum(self.layers[layer] for layer in after) * of)
             yield from self._inside_layer(mine[position], layers[position], here, reduces, sent * self.reduce * reduces)

@@ -1,6 +1,6 @@
 """Which wires an axis of the rank grid runs over, and how fast they are."""
 
-from parallel.config import ClusterConfig
+from parallel.cluster import ClusterConfig
 from parallel.devices import DEVICES
 from parallel.layout import Layout
 

@@ -46,8 +46,3 @@ def refuse(problems: list[Problem]) -> None:
     errors = [problem.message for problem in problems if problem.severity == Severity.error]
     if errors:
         raise ConfigError("\n".join(errors))
-
-
-def nearest(values: Sequence[int], wanted: int) -> list[int]:
-    """The values in the order of their distance, by ratio, from `wanted`."""
-    return sorted({*values}, key=lambda value: max(value, wanted) / max(min(value, wanted), 1) if value > 0 else 1e9)

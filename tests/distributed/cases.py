@@ -16,10 +16,10 @@ from torch import Tensor
 
 from models.config import BalanceScope, ModelConfig
 from parallel.checkpoint import load, save
+from parallel.cluster import ClusterConfig
 from parallel.config import (
     AdamWConfig,
     CheckpointConfig,
-    ClusterConfig,
     Config,
     DebugConfig,
     DecayShape,

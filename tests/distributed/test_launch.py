@@ -73,6 +73,12 @@ def _state(pid: int) -> str:
         return "Z"
 
 
+def plant(folder: Path, code: str) -> str:
+    """The PYTHONPATH with which every process runs `code` first: Python runs sitecustomize when it starts."""
+    (folder / "sitecustomize.py").write_text(code)
+    return os.pathsep.join([str(folder), os.getcwd()])
+
+
 def wait_until_training(process: subprocess.Popen[str], root: Path, ranks: int) -> list[int]:
     """The ranks' process ids once the first step has been written."""
     deadline = time.monotonic() + 120
@@ -154,17 +160,17 @@ def test_a_killed_rank_ends_all_within_ten_seconds_and_is_named(tmp_path: Path) 
 @pytest.mark.alone
 @pytest.mark.long  # stages of a pipeline end by the same way, below
 def test_an_exception_on_one_rank_is_the_last_thing_said(tmp_path: Path) -> None:
-    # Planted from outside: Python runs sitecustomize at start-up, and the hook raises on rank 1 alone.
-    (tmp_path / "sitecustomize.py").write_text(
+    # The hook raises on rank 1 alone.
+    planted = plant(
+        tmp_path,
         "import os, sys\n"
         "def hook(event, arguments):\n"
         "    if event == 'import' and arguments[0] == 'recipes.metrics':\n"
         "        raise RuntimeError('planted on rank 1')\n"
         "if os.environ.get('RANK') == '1':\n"
-        "    sys.addaudithook(hook)\n"
+        "    sys.addaudithook(hook)\n",
     )
-    path = os.pathsep.join([str(tmp_path), os.getcwd()])
-    process = start(*FOUR, root=tmp_path / "runs", PYTHONPATH=path)
+    process = start(*FOUR, root=tmp_path / "runs", PYTHONPATH=planted)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "rank 1 failed:" in output
@@ -189,8 +195,9 @@ def test_a_killed_stage_ends_all_within_ten_seconds_and_is_named(tmp_path: Path)
 
 @pytest.mark.alone
 def test_an_exception_in_a_stage_ends_all_within_ten_seconds_and_is_the_last_thing_said(tmp_path: Path) -> None:
-    # Planted from outside: once the stage's class is there, rank 1's raises in the middle of its fifth step.
-    (tmp_path / "sitecustomize.py").write_text(
+    # Once the stage's class is there, rank 1's raises in the middle of its fifth step.
+    planted = plant(
+        tmp_path,
         "import os, sys, threading, time\n"
         "def plant():\n"
         "    while not hasattr(sys.modules.get('parallel.pipeline'), '_Stage'):\n"
@@ -204,10 +211,9 @@ def test_an_exception_in_a_stage_ends_all_within_ten_seconds_and_is_the_last_thi
         "        return original(self, *arguments, **named)\n"
         "    stage.backward_one_chunk = backward\n"
         "if os.environ.get('RANK') == '1':\n"
-        "    threading.Thread(target=plant, daemon=True).start()\n"
+        "    threading.Thread(target=plant, daemon=True).start()\n",
     )
-    path = os.pathsep.join([str(tmp_path), os.getcwd()])
-    process = start(*PIPELINE, "trainer.max_steps=100000", root=tmp_path / "runs", PYTHONPATH=path)
+    process = start(*PIPELINE, "trainer.max_steps=100000", root=tmp_path / "runs", PYTHONPATH=planted)
     output, _ = process.communicate(timeout=120)
     ended = time.time()
     assert process.returncode == 1
@@ -369,18 +375,18 @@ def test_tasks_that_do_not_match_the_devices_are_an_error() -> None:
 
 @pytest.mark.alone
 def test_a_rank_that_is_told_alone_before_the_first_step_does_not_wait_for_the_others(tmp_path: Path) -> None:
-    # Planted from outside: rank 0 sleeps on its way to the first step, and rank 1 waits for it in a collective.
-    (tmp_path / "sitecustomize.py").write_text(
+    # Rank 0 sleeps on its way to the first step, and rank 1 waits for it in a collective.
+    planted = plant(
+        tmp_path,
         "import os, sys, time\n"
         "def hook(event, arguments):\n"
         "    if event == 'import' and arguments[0] == 'recipes.resume':\n"
         f"        open({str(tmp_path / 'asleep')!r}, 'w').close()\n"
         "        time.sleep(1000)\n"
         "if os.environ.get('RANK') == '0':\n"
-        "    sys.addaudithook(hook)\n"
+        "    sys.addaudithook(hook)\n",
     )
-    path = os.pathsep.join([str(tmp_path), os.getcwd()])
-    process = start(*TWO, root=tmp_path / "runs", PYTHONPATH=path)
+    process = start(*TWO, root=tmp_path / "runs", PYTHONPATH=planted)
     deadline = time.monotonic() + 60
     while not (tmp_path / "asleep").exists():
         assert time.monotonic() < deadline

@@ -55,7 +55,7 @@ def recorded(config: Config) -> list[list[tuple[Action, float, float]]]:
     return steps[1:]  # in the first step connections are opened
 
 
-@pytest.mark.parametrize(("schedule", "virtual"), thinned(ALL, 3))
+@pytest.mark.parametrize(("schedule", "virtual"), thinned(ALL))
 def test_ranks_keep_the_order_and_wait_for_nothing_that_is_there(pool: Pool, schedule: str, virtual: int) -> None:
     config = make_config(**settings(schedule, 4, virtual, 8))
     ranks = pool.run(4, "tests.distributed.test_timeline:recorded", config)

@@ -39,8 +39,7 @@ def _all(seeds: range) -> None:
     asked = [_ask(seed) for seed in seeds]
     refused = sum(1 for _, faults, _ in asked if faults)
     slow = sorted(seconds for seconds, _, _ in asked)
-    # Asked again: Python may have been clearing up after other tests.
-    late = [seed for seed, (seconds, _, _) in zip(seeds, asked, strict=True) if seconds > 0.05 < _ask(seed)[0]]
+    late = [seed for seed, (seconds, _, _) in zip(seeds, asked, strict=True) if seconds > 0.05]
     repaired = sum(1 for _, faults, repairs in asked if faults and repairs)
     print(
         f"{len(asked)} configs, {refused} refused, {repaired} of them with repairs; CPU seconds: median "

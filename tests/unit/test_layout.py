@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from models.errors import ConfigError
-from parallel.config import ClusterConfig, ParallelismConfig
+from parallel.cluster import ClusterConfig
+from parallel.config import ParallelismConfig
 from parallel.layout import AXES, Layout, axes_along, mesh_layout, resolve, world_size
 
 LAYOUTS = [

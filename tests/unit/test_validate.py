@@ -66,7 +66,7 @@ def test_given_a_very_large_batch_when_refused_then_the_answer_comes_at_once() -
 REFUSED = [
     (
         "model.num_key_value_heads=3",
-        "model.num_key_value_heads=3 must divide .*=4.*Write model.num_key_value_heads=2 or 4",
+        "model.num_key_value_heads=3 must divide .*=4.*Write model.num_key_value_heads=4 or 2",
     ),
     ("model.head_dim=63", "model.head_dim=63 must be even.*Write model.head_dim=64"),
     ("model.hidden_size=0", "model.hidden_size=0 must be at least 1"),
@@ -223,7 +223,7 @@ MIXTURES = [
     ),
     ("model=tiny_moe model.moe.capacity_factor=0", 1, "capacity_factor=0.0 must be above 0"),
     ("model=tiny_moe model.moe.drop_order=position", 1, "drop_order=position needs a capacity"),
-    ("model=tiny_moe model.moe.num_groups=3", 1, "num_groups=3 must divide .*=8.*Write model.moe.num_groups=2 or 4"),
+    ("model=tiny_moe model.moe.num_groups=3", 1, "num_groups=3 must divide .*=8.*Write model.moe.num_groups=4 or 2"),
     (
         "model=tiny_moe model.moe.num_groups=4 model.moe.top_groups=5",
         1,

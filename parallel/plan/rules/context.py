@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
+from models.errors import nearest
 from parallel.balance import length_multiple, padded_length, ring_and_ulysses
 from parallel.config import Config, ContextMethod
 from parallel.layout import Layout, divisors
-from parallel.plan.problems import Fault, nearest
+from parallel.plan.problems import Fault
 
 
 def method(config: Config, layout: Layout) -> Iterator[Fault]:

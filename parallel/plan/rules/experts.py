@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from models.errors import ConfigError
+from models.errors import ConfigError, nearest
 from parallel.config import BYTES, Config, MuonConfig
 from parallel.layout import Layout, divisors, microbatch_count, resolve
 from parallel.plan.expert_traffic import expert_elements, must_count
-from parallel.plan.problems import Fault, nearest
+from parallel.plan.problems import Fault
 from parallel.plan.rules.run import adamw_for
 from parallel.plan.traffic import traffic
 

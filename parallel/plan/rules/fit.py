@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from models.errors import nearest
 from parallel.config import RECOMPUTE_MODES, Config
 from parallel.devices import DEVICES
 from parallel.layout import Layout, divisors
 from parallel.plan.memory import RESERVED_BYTES, SLACK, Memory, rank_memory
-from parallel.plan.problems import Fault, nearest
+from parallel.plan.problems import Fault
 from parallel.plan.weights import rank_layers
 from parallel.stages import splits_backward, stages_of
 

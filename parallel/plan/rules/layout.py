@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
-from models.errors import ConfigError
+from models.errors import ConfigError, nearest
 from parallel.config import Config
 from parallel.layout import AXES, Layout, divisors, resolve
 from parallel.plan.network import nodes_spanned
-from parallel.plan.problems import Fault, nearest
+from parallel.plan.problems import Fault
 
 
 def world(config: Config, ranks: int) -> Iterator[Fault]:

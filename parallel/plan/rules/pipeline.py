@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
-from models.errors import ConfigError
+from models.errors import ConfigError, nearest
 from parallel.config import Config, PipelineSchedule
 from parallel.layout import Layout, divisors, microbatch_count
-from parallel.plan.problems import Fault, nearest
+from parallel.plan.problems import Fault
 from parallel.plan.timeline import equal_costs, simulate
 from parallel.schedule import check, read_csv
 from parallel.stages import SINGLE, V_SHAPED, split_layers, splits_backward, stage_count

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
+from models.errors import nearest
 from parallel.config import BYTES, Config
 from parallel.devices import DEVICES
 from parallel.layout import Layout, divisors
 from parallel.plan.network import link_bytes_per_s, nodes_spanned
-from parallel.plan.problems import Fault, nearest
+from parallel.plan.problems import Fault
 from parallel.plan.traffic import traffic
 
 
